@@ -1,0 +1,264 @@
+"""What a user may say: the model, and the run that trains it. Every value is checked here, where it enters."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxgpt.errors import UserError, require
+
+SMALL_VOCABULARY = 8192
+
+
+def padded_vocabulary(vocab: int) -> int:
+    """Entries held for a vocabulary: a function of its size alone, so that no mesh changes any shape.
+
+    A multiple of 64 up to 8192 entries, else of 512, which `tensor` x `pipe` up to 512 divides.
+    """
+    multiple = 64 if vocab <= SMALL_VOCABULARY else 512
+    return -(-vocab // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies stretched for a longer context, in Hugging Face's terms."""
+
+    kind: Literal["linear", "llama3"] = "linear"
+    factor: float = 1.0
+    """Positions are divided by this (llama3: those of low frequency)."""
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_seq: int = 8192
+    """Context length before scaling (llama3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only transformer; GPT-2/3 and LLaMA-like models are values of it, not kinds.
+
+    Defaults are GPT-2's choices. Wide enough for what Hugging Face's GPT-2, GPT-NeoX, LLaMA, Mistral and
+    Qwen2/3 configurations say.
+    """
+
+    layers: int = 4
+    width: int = 128
+    """Width of the residual stream ("hidden size")."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key-value heads; None: as many as query heads."""
+    head_width: int | None = None
+    """Width of one head; None: width / heads."""
+    mlp_width: int | None = None
+    """Width of the feed-forward layer; None: 4 x width, gated 8/3 x width rounded up to a multiple of 64."""
+    vocab: int = 256
+    """Entries of the vocabulary, without padding."""
+    seq: int = 64
+    """Context length in tokens; the number of learned positions."""
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_base: float = 10_000.0
+    rope_fraction: float = 1.0
+    """Share of each head's width that is rotated (GPT-NeoX: 0.25)."""
+    rope_scaling: RopeScaling | None = None
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_epsilon: float = 1e-5
+    norm_bias: bool = True
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu_tanh"
+    """gelu is the exact one (erf), gelu_tanh GPT-2's approximation."""
+    gated: bool = False
+    """activation(x W_gate) * (x W_up): SwiGLU with silu."""
+    qkv_bias: bool = True
+    attention_bias: bool = True
+    """A bias on attention's output projection."""
+    mlp_bias: bool = True
+    qk_norm: bool = False
+    """RMSNorm on queries and keys, over each head's width (Qwen3)."""
+    parallel_residual: bool = False
+    """x + attention(norm1(x)) + mlp(norm2(x)) (GPT-NeoX) in place of one after the other."""
+    window: int | None = None
+    """Each token sees itself and window - 1 tokens before it (Mistral); None: all before it."""
+    tied: bool = True
+    """The head is the token embedding."""
+    dropout: float = 0.0
+    """On the embedding and on what each block adds to the residual stream."""
+    attention_dropout: float = 0.0
+    """Refused unless 0: the fused attention kernels have none."""
+    init_std: float = 0.02
+
+    @property
+    def kv(self) -> int:
+        """Key-value heads."""
+        return self.kv_heads if self.kv_heads is not None else self.heads
+
+    @property
+    def head(self) -> int:
+        """Width of one head."""
+        return self.head_width if self.head_width is not None else self.width // self.heads
+
+    @property
+    def mlp(self) -> int:
+        """Width of the feed-forward layer."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return -(-8 * self.width // 3 // 64) * 64 if self.gated else 4 * self.width
+
+    @property
+    def padded_vocab(self) -> int:
+        """Entries held, with padding."""
+        return padded_vocabulary(self.vocab)
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that are rotated; even."""
+        return int(self.head * self.rope_fraction) // 2 * 2
+
+    def __post_init__(self) -> None:
+        for flag in ("layers", "width", "heads", "seq", "vocab", "kv_heads", "head_width", "mlp_width", "window"):
+            value = getattr(self, flag)
+            require(value is None or value >= 1, _flag(flag), value, "must be at least 1")
+        require(
+            self.head_width is not None or self.width % self.heads == 0,
+            "--heads",
+            self.heads,
+            f"must divide --width {self.width}",
+            f"take one of {_divisors(self.width)}",
+        )
+        require(
+            self.heads % self.kv == 0,
+            "--kv-heads",
+            self.kv,
+            f"must divide --heads {self.heads}",
+            f"take one of {_divisors(self.heads)}",
+        )
+        require(0 <= self.dropout < 1, "--dropout", self.dropout, "must be at least 0 and below 1")
+        require(
+            self.attention_dropout == 0,
+            "--attention-dropout",
+            self.attention_dropout,
+            "only 0 is allowed, since the attention kernels have no dropout",
+            "use --dropout, which acts on the embedding and the residual stream",
+        )
+        require(0 < self.rope_fraction <= 1, "rope_fraction", self.rope_fraction, "must be above 0 and at most 1")
+        require(
+            self.positions == "learned" or self.rotated >= 2,
+            "rope_fraction",
+            self.rope_fraction,
+            f"rotates no dimension of a head of {self.head}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run: a model, its data, and how it is trained on which mesh."""
+
+    model: ModelConfig = ModelConfig()
+    data: str = "stdlib"
+    """A text file, a folder, a pattern, or "stdlib": the Python standard library's own source."""
+    tokenizer: str = "bpe"
+    """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
+    encoder.json and vocab.bpe."""
+    validation: float = 0.05
+    """Share of the tokens, at the end, that is kept for validation."""
+    mesh: str = ""
+    """Axes and sizes, "data=2,fsdp=2,tensor=2"; one may be -1; empty: all devices on data."""
+    steps: int = 300
+    seed: int = 0
+    global_batch: int = 16
+    """Sequences a step."""
+    micro_batch: int | None = None
+    """Sequences a device runs at once; None: all of its share, so nothing is accumulated."""
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    """Learning rate at the end."""
+    warmup: int = 20
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    decay: float = 0.2
+    """Share of the steps, at the end, in which wsd falls."""
+    weight_decay: float = 0.1
+    """On matrices alone."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0: no clipping."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Type of computation; masters are always fp32. auto: bf16 on GPU, fp32 on CPU."""
+    log_every: int = 10
+    eval_every: int = 100
+    """Steps between validations; 0: only at the end."""
+    eval_tokens: int = 65_536
+    """Most validation tokens read during training; the last validation reads them all."""
+    save_every: int = 100
+    keep: int = 3
+    """Checkpoints kept."""
+    profile: str = ""
+    """Steps to trace, "10:13"."""
+    prompt: str = "def "
+    """Start of the sample drawn at the end."""
+
+    def __post_init__(self) -> None:
+        for flag in ("steps", "global_batch", "micro_batch", "log_every", "keep"):
+            value = getattr(self, flag)
+            require(value is None or value >= 1, _flag(flag), value, "must be at least 1")
+        for flag in ("seed", "warmup", "eval_every", "save_every", "eval_tokens", "clip", "weight_decay", "min_lr"):
+            require(getattr(self, flag) >= 0, _flag(flag), getattr(self, flag), "must be at least 0")
+        for flag in ("lr", "epsilon"):
+            require(getattr(self, flag) > 0, _flag(flag), getattr(self, flag), "must be above 0")
+        for flag in ("beta1", "beta2"):
+            require(0 <= getattr(self, flag) < 1, _flag(flag), getattr(self, flag), "must be at least 0 and below 1")
+        require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")
+        require(0 < self.decay <= 1, "--decay", self.decay, "must be above 0 and at most 1")
+        require(self.seed < 2**32, "--seed", self.seed, "must be below 2**32")
+        self.profile_steps()
+
+    def profile_steps(self) -> tuple[int, int] | None:
+        """First step traced and the one after the last, or None."""
+        if not self.profile:
+            return None
+        first, _, last = self.profile.partition(":")
+        good = first.isdecimal() and last.isdecimal() and int(first) < int(last)
+        require(good, "--profile", self.profile, 'must be "first:last" with first < last', "for example 10:13")
+        return int(first), int(last)
+
+
+def to_json(config: RunConfig) -> str:
+    """The configuration as JSON, every field named."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str, name: str) -> RunConfig:
+    """Reads what to_json wrote. Raises UserError, naming the file, where it is not a configuration."""
+    try:
+        fields = json.loads(text)
+        fields["model"] = _model(fields["model"])
+        return RunConfig(**fields)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{name}: not a configuration of jaxgpt ({error})") from None
+
+
+def _model(fields: dict[str, Any]) -> ModelConfig:
+    scaling = fields.get("rope_scaling")
+    return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
+
+def differences(ours: RunConfig, theirs: RunConfig, ignore: frozenset[str] = frozenset()) -> list[str]:
+    """ "field: ours, theirs" of each field that differs, the model's fields by "model.NAME"."""
+
+    def flat(config: RunConfig) -> dict[str, object]:
+        top = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "model"}
+        return top | {f"model.{f.name}": getattr(config.model, f.name) for f in dataclasses.fields(config.model)}
+
+    a, b = flat(ours), flat(theirs)
+    return [f"{name}: {a[name]}, {b[name]}" for name in a if a[name] != b[name] and name not in ignore]
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
