@@ -1,0 +1,238 @@
+"""The mesh: from the text a user writes to named axes over devices, checked before anything is built."""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxgpt.config import ModelConfig
+from jaxgpt.errors import UserError, require
+
+AXES = ("pipe", "data", "fsdp", "context", "tensor")
+"""Mesh axes as they are laid on devices, from the outermost, which talks least, to the innermost."""
+
+NOT_YET = {"pipe": "pipelines are not yet built", "context": "context parallelism is not yet built"}
+"""Axes that must have size 1 for now, and why."""
+
+MOST_CPU_DEVICES = 2048
+"""What XLA's CPU client allows."""
+MOST_DEVICES = 2**20
+
+Sizes = dict[str, int]
+"""Devices along each of AXES; their product is the number of devices."""
+
+
+class Located(Protocol):
+    """What the placement reads of a device."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def process_index(self) -> int: ...
+
+
+# The text
+
+
+def parse(text: str, devices: int | None = None) -> Sizes:
+    """ "data=2,fsdp=2,tensor=2" as sizes of all AXES, absent ones 1.
+
+    One size may be -1: what the others leave of `devices`. Empty text puts all devices on data. `devices` None
+    checks no product. Raises UserError naming the item, what is allowed, and the nearest meshes.
+    """
+    given = _items(text)
+    if not text.strip():
+        given = {"data": -1}
+    open_axes = [axis for axis, size in given.items() if size == -1]
+    require(len(open_axes) < 2, "--mesh", text, f"only one size may be -1, not {' and '.join(open_axes)}")
+    product = math.prod(size for size in given.values() if size != -1)
+    if devices is None:
+        require(not open_axes, "--mesh", repr(text), "the number of devices is not known", "write every size")
+    elif open_axes:
+        if devices % product:
+            fits = f"the sizes given must divide the {_count(devices)}, and their product {product} does not"
+            raise UserError(f"--mesh {text}: {fits}; {_alternatives(given, devices)}")
+        given[open_axes[0]] = devices // product
+    elif product != devices:
+        fits = f"the product {product} is not the number of devices, {devices}"
+        raise UserError(f"--mesh {text}: {fits}; {_alternatives(given, devices)}")
+    return {axis: given.get(axis, 1) for axis in AXES}
+
+
+def devices_named(text: str) -> int | None:
+    """The number of devices that the text asks for; None where it takes all there are (-1, or empty)."""
+    given = _items(text)
+    return None if not given or -1 in given.values() else math.prod(given.values())
+
+
+def format_mesh(sizes: Sizes) -> str:
+    """The text of sizes, without axes of size 1; "data=1" where all are."""
+    return ",".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes[axis] > 1) or "data=1"
+
+
+def _items(text: str) -> Sizes:
+    given: Sizes = {}
+    for item in text.split(",") if text.strip() else []:
+        axis, equals, size = (part.strip() for part in item.partition("="))
+        require(bool(equals and axis), "--mesh", text, f"{item!r} is not axis=size", 'for example "data=2,tensor=2"')
+        require(axis != "expert", "--mesh", text, "models have no experts, so there is no expert axis", "leave it out")
+        if axis not in AXES:
+            close = get_close_matches(axis.lower(), AXES, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise UserError(f"--mesh {text}: {axis!r} is not an axis; {hint}known are {', '.join(AXES)}")
+        require(axis not in given, "--mesh", text, f"{axis} is given twice", "name each axis once")
+        positive = re.fullmatch("[0-9]{1,7}", size) is not None and int(size) > 0
+        require(positive or size == "-1", "--mesh", text, f"{axis}={size} must be a positive whole number, or -1 once")
+        given[axis] = int(size)
+    product = math.prod(given.values())
+    require(product <= MOST_DEVICES, "--mesh", text, f"{product} devices are more than the {MOST_DEVICES} allowed")
+    return given
+
+
+def _alternatives(given: Sizes, devices: int) -> str:
+    """The nearest meshes of that many devices over the axes named."""
+    named = tuple(axis for axis in AXES if axis in given)
+    target = {axis: abs(given.get(axis, 1)) for axis in AXES}
+    return _listed(target, _factorisations(devices, named), devices)
+
+
+# Divisibility
+
+
+def check(model: ModelConfig, sizes: Sizes, global_batch: int, micro_batch: int | None) -> list[str]:
+    """Refuses a mesh that the model or the batch cannot be divided over; returns notes for the user.
+
+    global_batch: sequences a step; micro_batch: sequences a device runs at once, None: all of its share.
+    Raises UserError with flag, value and up to three of the nearest legal meshes of as many devices.
+    """
+    complaint = next(_complaints(model, sizes, global_batch, micro_batch), None)
+    if complaint is not None:
+        devices = math.prod(sizes.values())
+        legal = legal_meshes(model, devices, global_batch, micro_batch)
+        raise UserError(f"{complaint}; {_listed(sizes, legal, devices)}")
+    tensor = sizes["tensor"]
+    if tensor <= model.kv:
+        return []
+    copies = tensor // model.kv
+    return [f"{model.kv} key-value heads on tensor={tensor}: each is held and computed on {copies} devices"]
+
+
+def legal_meshes(model: ModelConfig, devices: int, global_batch: int, micro_batch: int | None) -> list[Sizes]:
+    """All meshes of that many devices which check allows."""
+    return [
+        sizes
+        for sizes in _factorisations(devices, AXES)
+        if next(_complaints(model, sizes, global_batch, micro_batch), None) is None
+    ]
+
+
+def _complaints(model: ModelConfig, sizes: Sizes, global_batch: int, micro_batch: int | None) -> Iterator[str]:
+    """Each rule that the sizes break, in the order in which a user should hear of them."""
+    mesh, tensor, fsdp = f"--mesh {format_mesh(sizes)}", sizes["tensor"], sizes["fsdp"]
+    for axis, reason in NOT_YET.items():
+        if sizes[axis] > 1:
+            yield f"{mesh}: {axis} must be 1, since {reason}"
+    if model.heads % tensor:
+        yield f"{mesh}: tensor={tensor} must divide --heads {model.heads}"
+    if model.kv % tensor and tensor % model.kv:
+        yield f"{mesh}: tensor={tensor} must divide --kv-heads {model.kv}, or be a multiple of it"
+    if model.mlp % tensor:
+        yield f"{mesh}: tensor={tensor} must divide the feed-forward width (mlp_width) {model.mlp}"
+    if model.padded_vocab % (tensor * sizes["pipe"]):
+        yield f"{mesh}: tensor x pipe = {tensor * sizes['pipe']} must divide the padded --vocab {model.padded_vocab}"
+    if model.width % fsdp:
+        yield f"{mesh}: fsdp={fsdp} must divide --width {model.width}"
+    shares = sizes["data"] * fsdp
+    if global_batch % shares:
+        yield f"--global-batch {global_batch}: must be a multiple of data x fsdp = {shares} ({mesh})"
+    elif micro_batch is not None and (global_batch // shares) % micro_batch:
+        share = global_batch // shares
+        yield f"--micro-batch {micro_batch}: must divide a device's share of --global-batch, {share} ({mesh})"
+
+
+def _factorisations(devices: int, axes: Sequence[str]) -> list[Sizes]:
+    """Every way to write `devices` as a product over these axes; the other axes are 1."""
+    if not axes:
+        return [dict.fromkeys(AXES, 1)] if devices == 1 else []
+    small = [size for size in range(1, math.isqrt(devices) + 1) if devices % size == 0]
+    divisors = {*small, *(devices // size for size in small)}
+    return [rest | {axes[0]: size} for size in sorted(divisors) for rest in _factorisations(devices // size, axes[1:])]
+
+
+def _distance(a: Sizes, b: Sizes) -> float:
+    """How far two meshes are apart: the doublings and halvings that lead from one to the other."""
+    return sum(abs(math.log2(a[axis] / b[axis])) for axis in AXES)
+
+
+def _listed(target: Sizes, candidates: list[Sizes], devices: int) -> str:
+    """The three candidates nearest to target, for an error; of equally near ones those with less tensor first."""
+    near = sorted(candidates, key=lambda sizes: (round(_distance(target, sizes), 9), sizes["tensor"], sizes["fsdp"]))
+    if not near:
+        return f"no mesh of {_count(devices)} fits this model and batch"
+    return f"nearest for {_count(devices)}: {' or '.join(format_mesh(sizes) for sizes in near[:3])}"
+
+
+def _count(devices: int) -> str:
+    return f"{devices} device" + "s" * (devices != 1)
+
+
+# The devices
+
+
+def prepare_devices(n: int | None) -> tuple[list[jax.Device], str | None]:
+    """n devices (None: all there are), and a note where they are virtual or not all.
+
+    Starts JAX's backends. Where there is no accelerator, n virtual CPU devices are made; that can be done only
+    before JAX has started. Raises UserError with the count where there are fewer than n.
+    """
+    if n is not None and not jax.distributed.is_initialized():  # else the launcher says how many a process holds
+        # Harmless where there is an accelerator; refused, and so ignored, where JAX has already started.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", max(min(n, MOST_CPU_DEVICES), _cpu_devices_set()))
+    devices = sorted(jax.devices(), key=_place)
+    there, virtual = len(devices), devices[0].platform == "cpu"
+    n = there if n is None else n
+    if virtual:
+        require(
+            n <= MOST_CPU_DEVICES, "--mesh", f"of {n}", f"at most {MOST_CPU_DEVICES} virtual CPU devices can be made"
+        )
+        fix = f"run jaxgpt.use_devices({n}) first, at the top of the notebook or script; restart it to do so"
+        require(n <= there, "--mesh", f"of {n}", f"JAX has already started with {_count(there)}", fix)
+        return devices[:n], f"no accelerator found: {n} virtual CPU devices" if n > 1 else None
+    require(n <= there, "--mesh", f"of {n}", f"there are {_count(there)}", f"take a mesh of at most {there}")
+    return devices[:n], f"{n} of {there} devices are used" if n < there else None
+
+
+def _cpu_devices_set() -> int:
+    """Virtual CPU devices that the user has asked JAX for, by either of its two settings."""
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    setting: int = jax.config.values["jax_num_cpu_devices"]
+    return max(int(flag[1]) if flag else 0, setting)
+
+
+def build(sizes: Sizes, devices: Sequence[Located]) -> Mesh:
+    """The mesh over these devices, all AXES in it, all in the types (Explicit).
+
+    Devices are laid host by host with tensor innermost: a tensor group whose size divides a host's devices stays
+    inside the host.
+    """
+    ordered = np.array(sorted(devices, key=_place), dtype=object)
+    shape = tuple(sizes[axis] for axis in AXES)
+    return Mesh(ordered.reshape(shape), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def crossing_axes(mesh: Mesh) -> list[str]:
+    """The axes along which neighbours lie on different hosts (processes), so that they talk over the network."""
+    hosts = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    return [axis for i, axis in enumerate(mesh.axis_names) if np.diff(hosts, axis=i).any()]
+
+
+def _place(device: Located) -> tuple[int, int]:
+    return device.process_index, device.id
