@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ Sizes = dict[str, int]
 """Devices along each of AXES; their product is the number of devices."""
 
 
+@runtime_checkable
 class Located(Protocol):
     """What the placement reads of a device."""
 
@@ -36,6 +37,11 @@ class Located(Protocol):
     def id(self) -> int: ...
     @property
     def process_index(self) -> int: ...
+    @property
+    def platform(self) -> str: ...
+
+
+D = TypeVar("D", bound=Located)
 
 
 # The text
@@ -175,7 +181,7 @@ def _listed(target: Sizes, candidates: list[Sizes], devices: int) -> str:
     """The three candidates nearest to target, for an error; of equally near ones those with less tensor first."""
     near = sorted(candidates, key=lambda sizes: (round(_distance(target, sizes), 9), sizes["tensor"], sizes["fsdp"]))
     if not near:
-        return f"no mesh of {_count(devices)} fits this model and batch"
+        return f"no mesh of {_count(devices)} fits this model and batch; change their sizes, or the number of devices"
     return f"nearest for {_count(devices)}: {' or '.join(format_mesh(sizes) for sizes in near[:3])}"
 
 
@@ -196,18 +202,21 @@ def prepare_devices(n: int | None) -> tuple[list[jax.Device], str | None]:
         # Harmless where there is an accelerator; refused, and so ignored, where JAX has already started.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", max(min(n, MOST_CPU_DEVICES), _cpu_devices_set()))
-    devices = sorted(jax.devices(), key=_place)
-    there, virtual = len(devices), devices[0].platform == "cpu"
+    return take(jax.devices(), n)
+
+
+def take(devices: Sequence[D], n: int | None) -> tuple[list[D], str | None]:
+    """The first n devices (None: all), host by host, and a note; the part of prepare_devices after the start."""
+    ordered, there = sorted(devices, key=_place), len(devices)
     n = there if n is None else n
-    if virtual:
-        require(
-            n <= MOST_CPU_DEVICES, "--mesh", f"of {n}", f"at most {MOST_CPU_DEVICES} virtual CPU devices can be made"
-        )
-        fix = f"run jaxgpt.use_devices({n}) first, at the top of the notebook or script; restart it to do so"
-        require(n <= there, "--mesh", f"of {n}", f"JAX has already started with {_count(there)}", fix)
-        return devices[:n], f"no accelerator found: {n} virtual CPU devices" if n > 1 else None
-    require(n <= there, "--mesh", f"of {n}", f"there are {_count(there)}", f"take a mesh of at most {there}")
-    return devices[:n], f"{n} of {there} devices are used" if n < there else None
+    wanted = f"of {_count(n)}"
+    if ordered[0].platform == "cpu":
+        require(n <= MOST_CPU_DEVICES, "--mesh", wanted, f"at most {MOST_CPU_DEVICES} virtual CPU devices can be made")
+        fix = f"restart, and run jaxgpt.use_devices({n}) first, at the top of the notebook or script"
+        require(n <= there, "--mesh", wanted, f"JAX has already started with {there}", fix)
+        return ordered[:n], f"no accelerator found: {n} virtual CPU devices" if n > 1 else None
+    require(n <= there, "--mesh", wanted, f"there are {there}", "take a smaller mesh")
+    return ordered[:n], f"{n} of {there} devices are used" if n < there else None
 
 
 def _cpu_devices_set() -> int:
