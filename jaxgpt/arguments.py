@@ -1,0 +1,78 @@
+"""From the words of a command line to a frozen dataclass, by tyro; what is wrong with them is said in one line."""
+
+import contextlib
+import io
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from jaxgpt.errors import UserError
+
+F = TypeVar("F")
+
+
+def given(verb: str, kind: type, args: list[str]) -> dict[str, str | None]:
+    """The flags in args by field name, each with its text, None where that is missing.
+
+    Raises UserError for a flag that the dataclass `kind` does not have, with the closest one that it has.
+    """
+    found: dict[str, str | None] = {}
+    known = {"--" + field.name.replace("_", "-"): field.name for field in fields(kind)} | {"--help": "help"}
+    for arg, after in itertools.zip_longest(args, args[1:]):
+        if arg.startswith("--"):
+            flag, equals, text = arg.partition("=")
+            name = known.get(flag.replace("_", "-"))
+            if name is None:
+                raise UserError(f"{flag}: no such flag of {verb}; {nearest(flag, known)}see jaxgpt {verb} --help")
+            found[name] = text if equals else None if after is None or after.startswith("--") else after
+    return found
+
+
+def parse(verb: str, kind: type[F], args: list[str], default: Any = tyro.MISSING_NONPROP) -> F:
+    """The flags in args as a `kind`, from `default` where they are silent; --help prints and exits.
+
+    Raises UserError, in one line, for what tyro would draw a box around.
+    """
+    flags, said = given(verb, kind, args), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, prog=f"jaxgpt {verb}", args=args, default=default)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    raise UserError(_complaint(verb, get_type_hints(kind), flags, said.getvalue()))
+
+
+def _complaint(verb: str, hints: dict[str, Any], flags: dict[str, str | None], box: str) -> str:
+    """One line out of the box: the flag it names, its text, and what is allowed; else its first paragraph."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│|+ ") for line in plain.splitlines()[1:]]  # the first is the box's title
+    end = next((i for i, line in enumerate(lines) if not line or set(line) <= set("─-")), len(lines))
+    said = " ".join(lines[:end])
+    for flag in re.findall(r"--[a-z][a-z0-9-]*", said):
+        name = flag[2:].replace("-", "_")
+        if name in flags:
+            text = flags[name]
+            problem = f"{flag}: a value is missing" if text is None else f"{flag} {text}: not allowed"
+            return f"{problem}; give {_allowed(hints[name])}"
+    return f"{verb}: {said}; see jaxgpt {verb} --help"
+
+
+def _allowed(hint: Any) -> str:
+    """What a flag of that type takes, in words."""
+    words = {int: "a whole number", float: "a number", str: "a text", Path: "a path", type(None): "None"}
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    return words[hint] if hint in words else " or ".join(_allowed(each) for each in get_args(hint))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "did you mean ...? ", or nothing where no known name is close."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}? " if close else ""

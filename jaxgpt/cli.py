@@ -1,0 +1,84 @@
+"""The command line: each verb calls one function with one dataclass. JAX is imported only to do the work."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxgpt import flags, presets
+from jaxgpt.arguments import given, nearest, parse
+from jaxgpt.errors import UserError
+
+HELP = """usage: jaxgpt VERB [flags]
+
+  train     train a GPT on a mesh of devices, or resume a run
+  eval      loss, perplexity and bits per byte of a run
+  sample    text that a run writes
+
+jaxgpt VERB --help lists a verb's flags with their defaults; for train, those of --preset or of the run in --run."""
+
+REFUSED_BY_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+"""What the operating system says of a disk or folder that the user must mend."""
+
+
+def train(args: list[str]) -> None:
+    """Trains or resumes. Flags that are not given come from the run that --run names, if it exists, or --preset."""
+    texts = given("train", flags.TrainFlags, args)
+    run, name = texts.get("run"), texts.get("preset")
+    stored = Path(run) / "config.json" if run and name is None else None
+    base = presets.stored(stored) if stored and stored.is_file() else presets.preset(name or "demo")
+    chosen = parse("train", flags.TrainFlags, args, flags.defaults(base, name or "demo", Path(run) if run else None))
+    explicit = frozenset(texts) - {"preset", "run"}
+    config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
+
+    from jaxgpt.training import run as runs
+
+    runs.train(config, chosen.run, explicit)
+
+
+def evaluate(args: list[str]) -> None:
+    """Measures a run on text."""
+    chosen = parse("eval", flags.EvalFlags, args)
+
+    from jaxgpt.training import run as runs
+
+    runs.evaluate(chosen.run, data=chosen.data, mesh=chosen.mesh)
+
+
+def sample(args: list[str]) -> None:
+    """Writes text with a run."""
+    chosen = parse("sample", flags.SampleFlags, args)
+
+    from jaxgpt.training import run as runs
+
+    runs.sample(chosen)
+
+
+VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "eval": evaluate, "sample": sample}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status: 0, 2 for what the user must mend, 130 for Ctrl-C."""
+    verb, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
+    try:
+        if verb in ("-h", "--help"):
+            print(HELP)
+        elif verb in VERBS:
+            VERBS[verb](rest)
+        else:
+            raise UserError(f"{verb}: no such verb; {nearest(verb, VERBS)}known are {', '.join(VERBS)}")
+        return 0
+    except UserError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except OSError as error:
+        if error.errno not in REFUSED_BY_SYSTEM:
+            raise
+        return _fail(f"{error.filename or 'disk'}: {error.strerror or os.strerror(error.errno)}")
+
+
+def _fail(message: str, status: int = 2) -> int:
+    print(f"jaxgpt: error: {' '.join(message.split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,167 @@
+"""What each verb of the command line takes, and how flags change a configuration."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from jaxgpt.arguments import nearest
+from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.errors import UserError, require
+
+MODEL_FLAGS = ("layers", "width", "heads", "kv_heads", "vocab", "seq", "dropout", "attention_dropout")
+"""Fields of ModelConfig that have a flag; every field of RunConfig has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Where the defaults of all other flags come from."""
+
+    preset: str = "demo"
+    """A named model and run, or a .json file with a configuration. The defaults below are its own."""
+    run: Path | None = None
+    """Folder of the run; if it exists, the run is resumed with its own configuration. Default: a new one in runs/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags(Base):
+    """Trains a GPT on any mesh of devices, or resumes a run."""
+
+    data: str
+    """A text file, a folder, a pattern, or stdlib: the Python standard library's own source."""
+    tokenizer: str
+    """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
+    encoder.json and vocab.bpe."""
+    validation: float
+    """Share of the tokens, at the end, kept for validation."""
+    mesh: str
+    """Axes and sizes, such as data=2,fsdp=2,tensor=2; one may be -1; empty: all devices on data."""
+    steps: int
+    """Optimizer steps."""
+    seed: int
+    """Of parameters, order and dropout."""
+    global_batch: int
+    """Sequences a step."""
+    micro_batch: int | None
+    """Sequences a device runs at once; None: all of its share, so nothing is accumulated."""
+    seq: int
+    """Context length in tokens."""
+    layers: int
+    """Transformer blocks."""
+    width: int
+    """Width of the residual stream; those of heads and feed-forward layer follow it."""
+    heads: int
+    """Query heads."""
+    kv_heads: int | None
+    """Key-value heads; None: as many as query heads."""
+    vocab: int
+    """Entries of the vocabulary; where --tokenizer has its own, that size is taken."""
+    dropout: float
+    """On the embedding and on what each block adds to the residual stream."""
+    attention_dropout: float
+    """Only 0 is allowed: the attention kernels have none."""
+    lr: float
+    """Learning rate after warm-up."""
+    min_lr: float
+    """Learning rate at the end."""
+    warmup: int
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"]
+    """How the learning rate falls."""
+    decay: float
+    """Share of the steps, at the end, in which wsd falls."""
+    weight_decay: float
+    """On matrices alone."""
+    beta1: float
+    """AdamW's."""
+    beta2: float
+    """AdamW's."""
+    epsilon: float
+    """AdamW's."""
+    clip: float
+    """Largest global norm of the gradient; 0: no clipping."""
+    recompute: Literal["none", "selective", "full"]
+    """What the backward pass computes again rather than keeps."""
+    dtype: Literal["auto", "bf16", "fp32"]
+    """Type of computation; auto: bf16 on GPU, fp32 on CPU."""
+    log_every: int
+    """Steps between lines of progress."""
+    eval_every: int
+    """Steps between validations; 0: only at the end."""
+    eval_tokens: int
+    """Most validation tokens read during training; the last validation reads them all."""
+    save_every: int
+    """Steps between checkpoints."""
+    keep: int
+    """Checkpoints kept."""
+    profile: str
+    """Steps to trace, such as 10:13."""
+    prompt: str
+    """Start of the sample drawn at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalFlags:
+    """Loss, perplexity, bits per byte and tokens counted of a trained run."""
+
+    run: Positional[Path]
+    """Folder of the run."""
+    data: str | None = None
+    """Text to read, in full; None: the run's own validation part."""
+    mesh: str = ""
+    """Axes and sizes; empty: all devices on data. Any mesh opens any run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFlags:
+    """Text that a trained run writes after a prompt."""
+
+    run: Positional[Path]
+    """Folder of the run."""
+    prompt: str | None = None
+    """Start of the text; None: the run's own."""
+    tokens: int = 200
+    """Tokens to write."""
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+    seed: int = 0
+    """The same seed writes the same text."""
+    mesh: str = ""
+    """Axes and sizes; empty: one device. Any mesh opens any run."""
+
+
+def defaults(base: RunConfig, preset: str, run: Path | None) -> TrainFlags:
+    """The flags that say what `base` says."""
+    model = {name: getattr(base.model, name) for name in MODEL_FLAGS}
+    top = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.name != "model"}
+    return TrainFlags(preset=preset, run=run, **top, **model)
+
+
+def override(base: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+    """`base` with the fields in `given`, any of RunConfig's or ModelConfig's.
+
+    What a field implies follows it: --width or --heads the head width, --width the feed-forward width (both by
+    ModelConfig's rules), --heads the key-value heads (as many queries to each as before). Raises UserError.
+    """
+    of_model, of_run = ({f.name for f in dataclasses.fields(kind)} for kind in (ModelConfig, RunConfig))
+    for name in given.keys() - of_model - of_run:
+        raise UserError(f"{name}: no such field of a run; {nearest(name, of_model | of_run)}see config.py")
+    model = {name: value for name, value in given.items() if name in of_model}
+    if {"width", "heads"} & model.keys():
+        model.setdefault("head_width", None)
+    if "width" in model:
+        model.setdefault("mlp_width", None)
+    if "heads" in model and "kv_heads" not in model and base.model.kv_heads is not None:
+        model["kv_heads"] = _kv_heads(base.model, model["heads"])
+    top = {name: value for name, value in given.items() if name in of_run}
+    return dataclasses.replace(base, **{"model": dataclasses.replace(base.model, **model), **top})
+
+
+def _kv_heads(model: ModelConfig, heads: int) -> int:
+    group = model.heads // model.kv
+    allowed = f"must be a multiple of {group}, the query heads that share a key-value head"
+    require(heads % group == 0, "--heads", heads, allowed, "or give --kv-heads too")
+    return heads // group
