@@ -19,6 +19,14 @@ def padded_vocabulary(vocab: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Rotary frequencies stretched for a longer context, in Hugging Face's terms."""
@@ -254,11 +262,3 @@ def differences(ours: RunConfig, theirs: RunConfig, ignore: frozenset[str] = fro
 
     a, b = flat(ours), flat(theirs)
     return [f"{name}: {a[name]}, {b[name]}" for name in a if a[name] != b[name] and name not in ignore]
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,126 @@
+"""The transformer's mathematics, in named dimensions: embedding, block, final norm. No mesh, no layout.
+
+A weight dictionary `w` holds the arrays of one part under their names without the prefix ("attention.qkv.weight"), in
+the form that fuse makes of the stored parameters. Letters: B batch, S sequence, D width, N heads, M key-value heads,
+G query heads of a key-value head, K head width, F feed-forward width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxgpt.config import ModelConfig
+from jaxgpt.model.attention import attention
+from jaxgpt.model.elementwise import activation, dropout, gated, norm, rope_frequencies, rotary
+from jaxgpt.sharding.named import einsum, relayout
+
+Weights = Mapping[str, jax.Array]
+
+RESIDUAL = "batch seq embed"
+WHOLE = "batch length embed"
+
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "selective": jax.checkpoint_policies.save_only_these_names("qkv", "attended", "mlp_in", "attention_added"),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What a block keeps for its backward, by name: none recomputes nothing, selective all but the matrix products'
+results and attention's output, full everything from the block's input."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What mathematics needs beside weights: the same for every block of a microbatch."""
+
+    samples: Int[Array, " B"]
+    """Number of each sample in the whole global batch."""
+    positions: Int[Array, " S"]
+    """Position of each token in the whole sequence."""
+    key: UInt32[Array, " 2"]
+    """Key of this step's dropout."""
+    cos: Float[Array, "S half"] | None
+    sin: Float[Array, "S half"] | None
+
+
+jax.tree_util.register_dataclass(Context, ["samples", "positions", "key", "cos", "sin"], [])
+
+
+def context(
+    config: ModelConfig, samples: Int[Array, " B"], positions: Int[Array, " S"], key: UInt32[Array, " 2"]
+) -> Context:
+    """Context of a microbatch, with rotary tables where the model has them."""
+    if config.positions != "rotary":
+        return Context(samples, positions, key, None, None)
+    angles = positions[:, None] * rope_frequencies(config.rotated, config.rope_base, config.rope_scaling)
+    return Context(samples, positions, key, jnp.cos(angles), jnp.sin(angles))
+
+
+def _norm(config: ModelConfig, w: Weights, name: str, x: jax.Array) -> jax.Array:
+    return norm(x, w[f"{name}.scale"], w.get(f"{name}.bias"), config.norm, config.norm_epsilon)
+
+
+def _biased(x: jax.Array, w: Weights, name: str) -> jax.Array:
+    return x + w[name].astype(x.dtype) if name in w else x
+
+
+def _dropout(config: ModelConfig, x: jax.Array, c: Context, layer: jax.Array | int, site: int) -> jax.Array:
+    # the embedding is site 0; a block's two are 1 and 2 of its logical layer
+    return dropout(x, config.dropout, c.key, jnp.asarray(3 * layer + site, jnp.uint32), c.samples, c.positions)
+
+
+def embed(
+    config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: Context
+) -> Float[Array, "B S D"]:
+    """Token embeddings, already looked up, to the first block's input. w: of `embedding`."""
+    x = looked_up
+    if config.positions == "learned":
+        x = x + w["position.weight"].at[c.positions].get(mode="clip")
+    return _dropout(config, x, c, 0, 0)
+
+
+def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel: str) -> jax.Array:
+    x = einsum("BSD,DMGK->BSMGK", h, w["attention.qkv.weight"], "batch length kv_heads group head")
+    x = checkpoint_name(_biased(x, w, "attention.qkv.bias"), "qkv")
+    batch, length, kv, group, head = x.shape
+    q = jax.lax.reshape(x[..., :-2, :], (batch, length, kv * (group - 2), head))
+    k, v = x[..., -2, :], x[..., -1, :]
+    if config.qk_norm:
+        q = norm(q, w["attention.query_norm.scale"], None, "rmsnorm", config.norm_epsilon)
+        k = norm(k, w["attention.key_norm.scale"], None, "rmsnorm", config.norm_epsilon)
+    if c.cos is not None and c.sin is not None:
+        q, k = rotary(q, c.cos, c.sin), rotary(k, c.cos, c.sin)
+    o = checkpoint_name(attention(q, k, v, kernel, config.window), "attended")
+    return _biased(einsum("BSNK,NKD->BSD", o, w["attention.out.weight"], RESIDUAL), w, "attention.out.bias")
+
+
+def _mlp(config: ModelConfig, w: Weights, h: jax.Array) -> jax.Array:
+    if config.gated:
+        x = einsum("BSD,DCF->BSCF", h, w["mlp.in.weight"], "batch length branch mlp")
+        x = gated(checkpoint_name(_biased(x, w, "mlp.in.bias"), "mlp_in"), config.activation)
+    else:
+        x = einsum("BSD,DF->BSF", h, w["mlp.in.weight"], "batch length mlp")
+        x = activation(checkpoint_name(_biased(x, w, "mlp.in.bias"), "mlp_in"), config.activation)
+    return _biased(einsum("BSF,FD->BSD", x, w["mlp.down.weight"], RESIDUAL), w, "mlp.down.bias")
+
+
+def block(
+    config: ModelConfig, kernel: str, w: Weights, x: Float[Array, "B S D"], layer: Int[Array, ""], c: Context
+) -> Float[Array, "B S D"]:
+    """One transformer block. layer: its logical index, counted from 0 whatever stage it lies on."""
+    with jax.named_scope("attention"):
+        h = relayout(_norm(config, w, "norm1", x), WHOLE)
+        attended = _dropout(config, _attention(config, w, h, c, kernel), c, layer, 1)
+    added = checkpoint_name(x + attended, "attention_added")
+    with jax.named_scope("mlp"):
+        h = relayout(_norm(config, w, "norm2", x if config.parallel_residual else added), WHOLE)
+        return added + _dropout(config, _mlp(config, w, h), c, layer, 2)
+
+
+def final_norm(config: ModelConfig, w: Weights, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """The norm between the last block and the head. w: "final_norm.scale" and its bias."""
+    return _norm(config, w, "final_norm", x)

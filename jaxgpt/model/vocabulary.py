@@ -1,0 +1,133 @@
+"""The two ends of the model that are as wide as the vocabulary: lookup, and head with cross-entropy.
+
+Both work on each tensor device's own rows of the table. Logits are never gathered and never whole: they are computed
+for a chunk of tokens at a time, and in training a chunk's gradients are made while its logits are at hand.
+Letters: B batch, S sequence, D width, V rows of the table (padded vocabulary), N = B * S tokens, C a chunk of them.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxgpt.sharding.named import local, pmax_tensor, psum_tensor, tensor_index, varying
+
+HIDDEN = "batch length embed"
+TABLE = "vocab embed"
+TOKENS = "batch length"
+
+CHUNK_LOGITS = 2**24
+"""Most logits held at once on a device: 64 MiB in fp32."""
+
+
+def _rows(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index of each token among this device's rows, and whether it is one of them."""
+    index = tokens - tensor_index() * table.shape[0]
+    return index, (index >= 0) & (index < table.shape[0])
+
+
+def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    """Rows of the table; each device looks up what it has, and the sum over `tensor` is the whole."""
+
+    def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        index, mine = _rows(table, tokens)
+        return psum_tensor(jnp.where(mine[..., None], table.at[index].get(mode="clip"), 0))
+
+    return local(rows, (TABLE, TOKENS), HIDDEN)(table, tokens)
+
+
+def add_lookup_gradient(
+    dtable: Float[Array, "V D"], tokens: Int[Array, "B S"], dx: Float[Array, "B S D"]
+) -> Float[Array, "V D"]:
+    """dtable with the lookup's gradient added: onto the head's, where the two are tied, so no second table is made."""
+
+    def add(dtable: jax.Array, tokens: jax.Array, dx: jax.Array) -> jax.Array:
+        index, mine = _rows(dtable, tokens)
+        nowhere = dtable.shape[0]
+        return dtable.at[jnp.where(mine, index, nowhere)].add(dx.astype(dtable.dtype), mode="drop")
+
+    return local(add, (TABLE, TOKENS, HIDDEN), TABLE)(dtable, tokens, dx)
+
+
+def mask_padding(logits: Float[Array, "*batch V"], vocab: int, first: jax.Array | int = 0) -> Float[Array, "*batch V"]:
+    """logits with the padded entries of the vocabulary impossible: the one place where they are masked.
+
+    first: number of the first entry that these logits hold.
+    """
+    return jnp.where(first + jnp.arange(logits.shape[-1]) < vocab, logits, -1e30)
+
+
+def _chunk(tokens: int, rows: int) -> int:
+    """Tokens in a chunk: the largest divisor whose logits are few enough to be held."""
+    most = max(1, CHUNK_LOGITS // rows)
+    return next(c for c in range(min(tokens, most), 0, -1) if tokens % c == 0)
+
+
+def _cross_entropy(
+    hidden: jax.Array, table: jax.Array, targets: jax.Array, vocab: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss of each token [C] (0 where the target is negative), softmax [C, V], and which entry is the target [C, V]."""
+    first = tensor_index() * table.shape[0]
+    logits = mask_padding(jnp.einsum("CD,VD->CV", hidden, table, preferred_element_type=jnp.float32), vocab, first)
+    highest = pmax_tensor(jnp.max(logits, -1))
+    powers = jnp.exp(logits - highest[:, None])
+    total = psum_tensor(jnp.sum(powers, -1))
+    is_target = first + jnp.arange(table.shape[0]) == targets[:, None]
+    at_target = psum_tensor(jnp.sum(jnp.where(is_target, logits, 0.0), -1))
+    loss = jnp.where(targets >= 0, highest + jnp.log(total) - at_target, 0.0)
+    return loss, powers / total[:, None], is_target
+
+
+def loss_sum(
+    hidden: Float[Array, "B S D"], table: Float[Array, "V D"], targets: Int[Array, "B S"], vocab: int
+) -> Float[Array, ""]:
+    """Sum of the cross-entropy in nats over targets that are not negative."""
+
+    def whole(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+        def step(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return total + jnp.sum(_cross_entropy(chunk[0], table, chunk[1], vocab)[0]), None
+
+        return lax.scan(step, varying(jnp.zeros(()), hidden, targets), _chunks(hidden, table, targets))[0]
+
+    return local(whole, (HIDDEN, TABLE, TOKENS), "")(hidden, table, targets)
+
+
+def _chunks(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    size = _chunk(targets.size, table.shape[0])
+    return hidden.reshape(-1, size, hidden.shape[-1]), targets.reshape(-1, size)
+
+
+def loss_and_gradients(
+    hidden: Float[Array, "B S D"],
+    table: Float[Array, "V D"],
+    targets: Int[Array, "B S"],
+    scale: Float[Array, ""],
+    vocab: int,
+) -> tuple[Float[Array, ""], Float[Array, "B S D"], Float[Array, "V D"]]:
+    """loss_sum, and the gradients of scale * loss_sum: towards hidden in its type, towards the table in fp32."""
+    return local(partial(_loss_and_gradients, vocab=vocab), (HIDDEN, TABLE, TOKENS, ""), ("", HIDDEN, TABLE))(
+        hidden, table, targets, scale
+    )
+
+
+def _loss_and_gradients(
+    hidden: jax.Array, table: jax.Array, targets: jax.Array, scale: jax.Array, vocab: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def step(
+        carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        total, dtable = carry
+        h, t = chunk
+        loss, softmax, is_target = _cross_entropy(h, table, t, vocab)
+        weight = jnp.where(t >= 0, scale, 0.0)
+        dlogits = ((softmax - is_target) * weight[:, None]).astype(table.dtype)
+        dh = jnp.einsum("CV,VD->CD", dlogits, table)
+        dtable = dtable + jnp.einsum("CV,CD->VD", dlogits, h, preferred_element_type=jnp.float32)
+        return (total + jnp.sum(loss), dtable), dh
+
+    zeros = varying(jnp.zeros(table.shape, jnp.float32), hidden, table, targets)
+    start = (varying(jnp.zeros(()), hidden, targets), zeros)
+    (total, dtable), dh = lax.scan(step, start, _chunks(hidden, table, targets))
+    return total, psum_tensor(dh.reshape(hidden.shape)), dtable

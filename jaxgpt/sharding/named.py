@@ -1,0 +1,124 @@
+"""Named dimensions for mathematics: the model says which dimensions come out, the active layout says where they lie.
+
+The step is manual over every mesh axis but `tensor`, which stays in the types (AxisType.Explicit). So the model names
+dimensions ("batch seq embed"), and only here a name becomes a mesh axis. Without an active layout everything is plain
+single-device JAX.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+TENSOR = "tensor"
+
+_rules: ContextVar[Mapping[str, str | None] | None] = ContextVar("rules", default=None)
+
+
+@contextlib.contextmanager
+def layout(rules: Mapping[str, str | None]) -> Iterator[None]:
+    """Within it, dimension names lie on the axes that rules gives (None: not split)."""
+    token = _rules.set(rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)
+
+
+def spec(dims: str) -> PartitionSpec | None:
+    """The PartitionSpec of "batch seq embed" over the typed axes; None without an active layout.
+
+    Raises KeyError for a name that the layout does not know: a dimension is never left unsplit by a misspelling.
+    """
+    rules = _rules.get()
+    return None if rules is None else PartitionSpec(*(rules[name] for name in dims.split()))
+
+
+def _spec_of(x: jax.Array) -> PartitionSpec | None:
+    return None if _rules.get() is None else jax.typeof(x).sharding.spec
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def einsum(formula: str, a: jax.Array, b: jax.Array, out: str) -> jax.Array:
+    """jnp.einsum of two operands whose result has the named dimensions out, laid out as the layout says.
+
+    A contraction over split dimensions is an all-reduce, as Megatron's row split; which collective the gradients need
+    follows from the operands' own layouts. The derivative is written here for one reason: what it keeps is then the
+    operands themselves, so that nothing is held twice.
+    """
+    return jnp.einsum(formula, a, b, out_sharding=spec(out))
+
+
+def _einsum_forward(formula: str, a: jax.Array, b: jax.Array, out: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return einsum(formula, a, b, out), (a, b)
+
+
+def _einsum_backward(formula: str, out: str, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
+    a, b = kept
+    operands, result = formula.split("->")
+    left, right = operands.split(",")
+    da = jnp.einsum(f"{result},{right}->{left}", dy, b, out_sharding=_spec_of(a))
+    db = jnp.einsum(f"{left},{result}->{right}", a, dy, out_sharding=_spec_of(b))
+    return da, db
+
+
+einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+def local(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:
+    """function on each device's part of a dimension split over `tensor`, communication over `tensor` written out.
+
+    inputs and outputs are trees of dimension names. Without an active layout: function itself, on whole arrays, in
+    which psum_tensor and its like do nothing.
+    """
+    if _rules.get() is None:
+        return function
+    specs = functools.partial(jax.tree.map, spec)
+    return jax.shard_map(function, in_specs=specs(inputs), out_specs=specs(outputs), axis_names={TENSOR})
+
+
+def psum_tensor(x: jax.Array) -> jax.Array:
+    """Sum over the parts on `tensor`, inside a function given to local."""
+    return x if _rules.get() is None else lax.psum(x, TENSOR)
+
+
+def pmax_tensor(x: jax.Array) -> jax.Array:
+    """Largest over the parts on `tensor`, inside a function given to local."""
+    return x if _rules.get() is None else lax.pmax(x, TENSOR)
+
+
+def tensor_index() -> jax.Array | int:
+    """Which part on `tensor` this is, inside a function given to local."""
+    return 0 if _rules.get() is None else lax.axis_index(TENSOR)
+
+
+def relayout(x: jax.Array, dims: str) -> jax.Array:
+    """x with its named dimensions laid out as the layout says: boxing, or nothing where they already lie so."""
+    wanted = spec(dims)
+    return x if wanted is None or jax.typeof(x).sharding.spec == wanted else jax.reshard(x, wanted)
+
+
+def reshape(x: jax.Array, shape: tuple[int, ...], dims: str) -> jax.Array:
+    """jnp.reshape to a shape whose dimensions are named dims."""
+    return jnp.reshape(x, shape, out_sharding=spec(dims))
+
+
+def varying(x: jax.Array, *like: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+    """x typed as different on every index of the manual axes over which any of like differs, and of axes.
+
+    A cast of the type alone: no data moves, and the gradient is not reduced where it is applied outside of the vjp.
+    """
+    have = _varying_over(x)
+    wanted = set(axes).union(*(_varying_over(other) for other in like))
+    missing = tuple(sorted(wanted - have))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying_over(x: jax.Array) -> set[str]:
+    return set(jax.typeof(x).manual_axis_type.varying)

@@ -1,0 +1,161 @@
+"""A configuration on a mesh as compiled programs: start, step, evaluation, logits. What all the rest calls."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxgpt.config import RunConfig
+from jaxgpt.model.attention import kernel_for
+from jaxgpt.model.parameters import parameters, start
+from jaxgpt.sharding.layout import Layout
+from jaxgpt.training.step import Arrays, State, Step, on_mesh, state_specs
+
+
+@dataclass(frozen=True)
+class Program:
+    """The programs of one run. Nothing is compiled before it is first used."""
+
+    config: RunConfig
+    mesh: Mesh
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis."""
+        return dict(self.mesh.shape)
+
+    @cached_property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    @cached_property
+    def dtype(self) -> str:
+        """Type of computation, "bf16" or "fp32"."""
+        automatic = "bf16" if self.platform in ("gpu", "cuda") else "fp32"
+        return automatic if self.config.dtype == "auto" else self.config.dtype
+
+    @cached_property
+    def step_of(self) -> Step:
+        dtype = jnp.bfloat16 if self.dtype == "bf16" else jnp.float32
+        return Step(self.config, self.sizes, dtype, kernel_for(self.platform, self.dtype))
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.step_of.layout
+
+    @cached_property
+    def logical(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter without padding."""
+        return {name: p.logical for name, p in parameters(self.config.model).items()}
+
+    @cached_property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """Layout of each parameter."""
+        return {n: NamedSharding(self.mesh, self.layout.stored(p.dims)) for n, p in parameters(self.config.model).items()}
+
+    def targets(self) -> State:
+        """Shapes, types and layouts of the state, nothing allocated."""
+        table = parameters(self.config.model)
+        params = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=self.shardings[n]) for n, p in table.items()}
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return {
+            "params": params,
+            "mu": dict(params),
+            "nu": dict(params),
+            "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        }
+
+    def init(self) -> State:
+        """The state before the first step, created split: no device holds a whole copy of a split array."""
+        table, seed = parameters(self.config.model), self.config.seed
+
+        def create() -> State:
+            key = jax.random.key(seed, impl="threefry2x32")
+            params = {name: start(p, name, key) for name, p in table.items()}
+            zeros = {name: jnp.zeros(p.shape) for name, p in table.items()}
+            return {"params": params, "mu": zeros, "nu": zeros, "step": jnp.int32(0)}
+
+        # the compiler lays the draws out backwards from their results; so this one program is not typed
+        untyped = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=(AxisType.Auto,) * self.mesh.devices.ndim)
+        wanted = jax.tree.map(lambda t: t.sharding, self.targets())
+        state = jax.jit(create, out_shardings=jax.tree.map(lambda s: NamedSharding(untyped, s.spec), wanted))()
+        return jax.tree.map(_retyped, state, wanted)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in a microbatch, over all devices."""
+        shards = self.sizes["data"] * self.sizes["fsdp"]
+        return self.config.global_batch if self.config.micro_batch is None else self.config.micro_batch * shards
+
+    def place(self, batch: dict[str, np.ndarray]) -> Arrays:
+        """A global batch of {"inputs", "targets"}, int32 [global_batch, seq], on the devices: [microbatch, batch, seq];
+        and the number of each sample in it."""
+        rows = self.micro_batch
+        count = len(batch["inputs"])
+        arrays = dict(batch) | {"samples": np.arange(count, dtype=np.int32)}
+        whole = self.layout.batch()
+        layouts = {"inputs": whole, "targets": whole, "samples": PartitionSpec(*whole[:2])}
+        return {
+            n: jax.device_put(a.reshape(count // rows, rows, *a.shape[1:]), NamedSharding(self.mesh, layouts[n]))
+            for n, a in arrays.items()
+        }
+
+    def batch_targets(self) -> Arrays:
+        """Shapes, types and layouts of a placed batch, nothing allocated."""
+        rows, seq = self.micro_batch, self.config.model.seq
+        lead = (self.config.global_batch // rows, rows)
+        whole = self.layout.batch()
+        shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        tokens = shape((*lead, seq), sharding=NamedSharding(self.mesh, whole))
+        samples = shape(lead, sharding=NamedSharding(self.mesh, PartitionSpec(*whole[:2])))
+        return {"inputs": tokens, "targets": tokens, "samples": samples}
+
+    def _batch_specs(self) -> dict[str, PartitionSpec]:
+        whole = self.layout.batch()
+        return {"inputs": whole, "targets": whole, "samples": PartitionSpec(*whole[:2])}
+
+    @cached_property
+    def _update(self) -> Any:
+        step, whole = self.step_of, PartitionSpec()
+        state = state_specs(step)
+        metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens"), whole)
+        inside = on_mesh(step, self.mesh, step.update, (state, self._batch_specs()), (state, metrics))
+        return jax.jit(inside, donate_argnums=0)
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The compiled train step."""
+        return self._update.lower(self.targets(), self.batch_targets()).compile()
+
+    def step(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
+        """One train step; state is given up. Metrics are scalars on the devices."""
+        return self.compiled(state, batch)
+
+    @cached_property
+    def gradients(self) -> Any:
+        """(params, placed batch, step) -> loss, gradient of every parameter, tokens: what the parity suite compares."""
+        step, whole = self.step_of, PartitionSpec()
+        params = state_specs(step)["params"]
+        inputs = (params, self._batch_specs(), whole)
+        return jax.jit(on_mesh(step, self.mesh, step.loss_and_gradients, inputs, (whole, params, whole)))
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """(params, placed batch of one microbatch) -> sum of the loss, tokens."""
+        step, whole = self.step_of, PartitionSpec()
+
+        def first(params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+            return step.evaluate(params, {n: a[0] for n, a in batch.items()})
+
+        inputs = (state_specs(step)["params"], self._batch_specs())
+        return jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole)))
+
+
+def _retyped(array: jax.Array, wanted: NamedSharding) -> jax.Array:
+    """The same buffers under a layout whose mesh is typed."""
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, wanted, parts)

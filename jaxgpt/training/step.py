@@ -1,0 +1,186 @@
+"""The train step: one shard_map, manual over the batch axes and `pipe`, with `tensor` in the types.
+
+Inside it, communication over the manual axes is what these lines say: weights are gathered over fsdp block by block,
+gradients are added up over the microbatches and reduced once, after the loop. Communication over `tensor` follows from
+the named dimensions in the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.model.elementwise import dropout_key
+from jaxgpt.model.fuse import fuse, fused_dims, unfuse_gradients
+from jaxgpt.model.gpt import POLICIES, Context, block, context, embed, final_norm
+from jaxgpt.model.parameters import parameters
+from jaxgpt.model.vocabulary import add_lookup_gradient, lookup, loss_and_gradients, loss_sum
+from jaxgpt.pipeline.loop import run
+from jaxgpt.pipeline.schedule import accumulation
+from jaxgpt.pipeline.stage import Stage
+from jaxgpt.sharding.collectives import gather, scatter_sum
+from jaxgpt.sharding.layout import MANUAL, Layout, split_axes
+from jaxgpt.sharding.named import layout, varying
+from jaxgpt.training.optimizer import Optimizer, global_norm
+
+Arrays = dict[str, jax.Array]
+State = dict[str, Any]
+BLOCKS = "blocks."
+TOKEN, HEAD = "embedding.token.weight", "head.weight"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step's mathematics on one device of the mesh: what runs inside the shard_map."""
+
+    config: RunConfig
+    sizes: dict[str, int]
+    dtype: Any
+    kernel: str
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.model, self.sizes["tensor"])
+
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Named dimensions of the weights that are computed with."""
+        return fused_dims(self.model)
+
+    @property
+    def split(self) -> bool:
+        """Whether fsdp splits anything."""
+        return self.sizes["fsdp"] > 1
+
+    def stage(self, model: ModelConfig) -> Stage:
+        """The blocks as a stage; model: with or without dropout."""
+        body = partial(block, model, self.kernel)
+        policy = POLICIES[self.config.recompute]
+        if policy is not None:
+            body = jax.checkpoint(body, policy=policy)
+        dims = {n.removeprefix(BLOCKS): d[1:] for n, d in self.dims.items() if n.startswith(BLOCKS)}
+        return Stage(body, dims, self.split)
+
+    def weights(self, params: Arrays) -> Arrays:
+        """Parameters as computed with: fused, matrices in the type of computation, and typed as different on every
+        device, so that no gradient is reduced before the program says so."""
+        matrices = {name for name, d in self.dims.items() if {"embed", "vocab"} & set(d)}
+        fused = fuse(self.model, self.layout.kv_heads, params)
+        cast = {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
+        return {n: varying(w, axes=MANUAL) for n, w in cast.items()}
+
+    def ends(self, weights: Arrays) -> Arrays:
+        """Embedding, final norm and head, whole over fsdp."""
+        with jax.named_scope("gather"):
+            names = [n for n in weights if not n.startswith(BLOCKS)]
+            return {n: gather(weights[n], self.dims[n], self.split) for n in names}
+
+    def context(self, model: ModelConfig, batch: Arrays, key: jax.Array) -> Context:
+        """What the blocks need beside weights. batch: one microbatch."""
+        positions = jnp.arange(batch["inputs"].shape[1])
+        return context(model, batch["samples"], positions, key)
+
+    def hidden(self, model: ModelConfig, weights: Arrays, ends: Arrays, batch: Arrays, key: jax.Array) -> jax.Array:
+        """Forward alone, to the final norm's output."""
+        c = self.context(model, batch, key)
+        x = embed(model, _part(ends, "embedding."), lookup(ends[TOKEN], batch["inputs"]), c)
+        x = self.stage(model).apply(_part(weights, BLOCKS), x, jnp.int32(0), c)
+        return final_norm(model, ends, x)
+
+    def both(self, weights: Arrays, scale: jax.Array, key: jax.Array, carry: Any, batch: Arrays) -> Any:
+        """One microbatch forward and backward: its loss and gradients added to the carry."""
+        loss, gradients = carry
+        model, stage = self.model, self.stage(self.model)
+        ends, blocks, first = self.ends(weights), _part(weights, BLOCKS), jnp.int32(0)
+        c = self.context(model, batch, key)
+
+        looked_up = lookup(ends[TOKEN], batch["inputs"])
+        x, embedded = jax.vjp(lambda w, x: embed(model, _part(w, "embedding."), x, c), ends, looked_up)
+        x, kept = stage.forward(blocks, x, first, c)
+        h, normed = jax.vjp(partial(final_norm, model), ends, x)
+        head = TOKEN if model.tied else HEAD
+        sums, dh, dhead = loss_and_gradients(h, ends[head], batch["targets"], scale, model.vocab)
+        dends, dx = normed(dh)
+        dx, dblocks = stage.backward(blocks, kept, dx, first, c, _part(gradients, BLOCKS))
+        dembedding, dx = embedded(dx)
+
+        dends = {n: dends[n] + dembedding[n] for n in ends} | {head: dhead}
+        table = dhead if model.tied else jnp.zeros_like(ends[TOKEN], dtype=jnp.float32)
+        dends[TOKEN] = add_lookup_gradient(varying(table, axes=MANUAL), batch["inputs"], dx)
+        added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.split) for n, g in dends.items()}
+        return loss + sums, added | {BLOCKS + n: g for n, g in dblocks.items()}
+
+    def loss_and_gradients(self, params: Arrays, batch: Arrays, step: jax.Array) -> tuple[jax.Array, Arrays, jax.Array]:
+        """Loss (a sum over the valid tokens of the global batch, divided once), its gradients, and those tokens."""
+        weights = self.weights(params)
+        tokens = lax.psum(varying(jnp.sum(batch["targets"] >= 0), axes=MANUAL), MANUAL)
+        scale = varying(1 / jnp.maximum(tokens, 1).astype(jnp.float32), axes=MANUAL)
+        key = varying(dropout_key(self.config.seed, step), axes=MANUAL)
+        batch = {n: varying(a, axes=MANUAL) for n, a in batch.items()}
+        zeros = {n: varying(jnp.zeros_like(w, dtype=jnp.float32), axes=MANUAL) for n, w in weights.items()}
+        carry = (varying(jnp.zeros(()), axes=MANUAL), zeros)
+        schedule = accumulation(batch["inputs"].shape[0])
+        loss, gradients = run(schedule, partial(self.both, weights, scale, key), carry, batch)
+        with jax.named_scope("reduce"):
+            loss = lax.psum(loss * scale, MANUAL)
+            reduced = {n: lax.psum(g, self.replicated(n)) for n, g in gradients.items()}
+        return loss, unfuse_gradients(self.model, self.layout.kv_heads, params, reduced), tokens
+
+    def replicated(self, name: str) -> tuple[str, ...]:
+        """Manual axes over which a weight is whole, and its gradient still to be summed."""
+        split = split_axes(self.layout.manual(self.dims[name])) if self.dims[name] else ()
+        return tuple(axis for axis in MANUAL if axis not in split)
+
+    def update(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
+        """One step: state after it, and loss, gradient norm, learning rate and tokens."""
+        loss, gradients, tokens = self.loss_and_gradients(state["params"], batch, state["step"])
+        table = parameters(self.model)
+        split = {n: split_axes(self.layout.manual(p.dims)) for n, p in table.items()}
+        norm = global_norm(gradients, split)
+        optimizer = Optimizer(self.config, {n: p.decays for n, p in table.items()})
+        new, rate = optimizer.update(state, gradients, norm)
+        return new, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens}
+
+    def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+        """Sum of the loss over the valid tokens of the batch, and their number; no dropout."""
+        model = replace(self.model, dropout=0.0)
+        weights = self.weights(params)
+        ends = self.ends(weights)
+        batch = {n: varying(a, axes=MANUAL) for n, a in batch.items()}
+        key = jnp.zeros(2, jnp.uint32)
+        h = self.hidden(model, weights, ends, batch, key)
+        table = ends[TOKEN if model.tied else HEAD]
+        sums = loss_sum(h, table, batch["targets"], model.vocab)
+        return lax.psum(sums, MANUAL), lax.psum(varying(jnp.sum(batch["targets"] >= 0), axes=MANUAL), MANUAL)
+
+
+def _part(arrays: Arrays, prefix: str) -> Arrays:
+    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+
+
+def on_mesh(
+    step: Step, mesh: Mesh, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
+) -> Callable[..., Any]:
+    """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts."""
+
+    def inside(*args: Any) -> Any:
+        with layout(step.layout.typed()):
+            return function(*args)
+
+    return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
+
+
+def state_specs(step: Step) -> dict[str, Any]:
+    """The manual part of the state's layouts."""
+    params = {n: step.layout.manual(p.dims) for n, p in parameters(step.model).items()}
+    return {"params": params, "mu": params, "nu": params, "step": PartitionSpec()}
