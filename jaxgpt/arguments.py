@@ -52,9 +52,9 @@ def parse(verb: str, kind: type[F], args: list[str], default: Any = tyro.MISSING
 def _complaint(verb: str, hints: dict[str, Any], flags: dict[str, str | None], box: str) -> str:
     """One line out of the box: the flag it names, its text, and what is allowed; else its first paragraph."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│|+ ") for line in plain.splitlines()[1:]]  # the first is the box's title
-    end = next((i for i, line in enumerate(lines) if not line or set(line) <= set("─-")), len(lines))
-    said = " ".join(lines[:end])
+    lines = [line.strip("│ ") for line in plain.splitlines()[1:]]  # the first is the box's title
+    body = itertools.dropwhile(_is_rule, lines)
+    said = " ".join(itertools.takewhile(lambda line: not _is_rule(line), body))
     for flag in re.findall(r"--[a-z][a-z0-9-]*", said):
         name = flag[2:].replace("-", "_")
         if name in flags:
@@ -62,6 +62,10 @@ def _complaint(verb: str, hints: dict[str, Any], flags: dict[str, str | None], b
             problem = f"{flag}: a value is missing" if text is None else f"{flag} {text}: not allowed"
             return f"{problem}; give {_allowed(hints[name])}"
     return f"{verb}: {said}; see jaxgpt {verb} --help"
+
+
+def _is_rule(line: str) -> bool:
+    return set(line) <= set("─-")
 
 
 def _allowed(hint: Any) -> str:

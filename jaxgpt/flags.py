@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from jaxgpt.arguments import nearest
 from jaxgpt.config import ModelConfig, RunConfig
@@ -15,21 +15,17 @@ from jaxgpt.errors import UserError, require
 MODEL_FLAGS = ("layers", "width", "heads", "kv_heads", "vocab", "seq", "dropout", "attention_dropout")
 """Fields of ModelConfig that have a flag; every field of RunConfig has one."""
 
+Run = Annotated[Positional[Path], arg(metavar="RUN")]
+
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
-    """Where the defaults of all other flags come from."""
+class TrainFlags:
+    """Trains a GPT on any mesh of devices, or resumes a run."""
 
     preset: str = "demo"
     """A named model and run, or a .json file with a configuration. The defaults below are its own."""
     run: Path | None = None
     """Folder of the run; if it exists, the run is resumed with its own configuration. Default: a new one in runs/."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainFlags(Base):
-    """Trains a GPT on any mesh of devices, or resumes a run."""
-
     data: str
     """A text file, a folder, a pattern, or stdlib: the Python standard library's own source."""
     tokenizer: str
@@ -107,7 +103,7 @@ class TrainFlags(Base):
 class EvalFlags:
     """Loss, perplexity, bits per byte and tokens counted of a trained run."""
 
-    run: Positional[Path]
+    run: Run
     """Folder of the run."""
     data: str | None = None
     """Text to read, in full; None: the run's own validation part."""
@@ -119,7 +115,7 @@ class EvalFlags:
 class SampleFlags:
     """Text that a trained run writes after a prompt."""
 
-    run: Positional[Path]
+    run: Run
     """Folder of the run."""
     prompt: str | None = None
     """Start of the text; None: the run's own."""

@@ -146,7 +146,8 @@ def preset(name: str) -> RunConfig:
     path = Path(name)
     if path.suffix == ".json" or path.is_file():
         return stored(path)
-    close = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
+    family = [known for known in PRESETS if name and known.startswith(name)]
+    close = family or difflib.get_close_matches(name.lower(), PRESETS, n=2)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(f"--preset {name}: no such preset; {hint}known are {', '.join(PRESETS)}, or a .json file")
 
