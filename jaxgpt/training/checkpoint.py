@@ -215,9 +215,12 @@ def _stored(where: Path, manifest: Manifest, name: str, target: jax.ShapeDtypeSt
 
 
 def _restore_array(where: Path, name: str, stored: Shape, target: jax.ShapeDtypeStruct) -> jax.Array:
+    def numbered(index: zarr.Index | None) -> zarr.Index:
+        return zarr.resolve(index or (), target.shape)
+
     placed = target.sharding.addressable_devices_indices_map(target.shape)
     # Replicas are read once.
-    parts = {str(index): index for index in (zarr.resolve(index or (), target.shape) for index in placed.values())}
+    parts = {str(index): index for index in map(numbered, placed.values())}
     try:
         values = zarr.read(where, stored, np.dtype(target.dtype), list(parts.values()))
     except zarr.Unreadable as error:
@@ -225,9 +228,7 @@ def _restore_array(where: Path, name: str, stored: Shape, target: jax.ShapeDtype
     except PermissionError as error:
         raise UserError(f"{where}: array {name} cannot be read ({error})") from None
     read = dict(zip(parts, values, strict=True))
-    return jax.make_array_from_callback(
-        target.shape, target.sharding, lambda index: read[str(zarr.resolve(index, target.shape))]
-    )
+    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: read[str(numbered(index))])
 
 
 def _off_the_devices(arrays: Mapping[str, jax.Array], logical: Mapping[str, Shape]) -> dict[str, _Held]:
