@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgpt.sharding.named import local
+from jaxgpt.sharding.named import nested
 
 FSDP = "fsdp"
 
@@ -18,7 +18,7 @@ def gather(weight: jax.Array, dims: tuple[str, ...], split: bool) -> jax.Array:
     if not split or "embed" not in dims:
         return weight
     names = " ".join(dims)
-    return local(lambda w: lax.all_gather(w, FSDP, axis=dims.index("embed"), tiled=True), (names,), names)(weight)
+    return nested(lambda w: lax.all_gather(w, FSDP, axis=dims.index("embed"), tiled=True), (names,), names)(weight)
 
 
 def scatter_sum(gradient: jax.Array, dims: tuple[str, ...], split: bool) -> jax.Array:
@@ -28,4 +28,4 @@ def scatter_sum(gradient: jax.Array, dims: tuple[str, ...], split: bool) -> jax.
         return gradient
     names = " ".join(dims)
     dim = dims.index("embed")
-    return local(lambda g: lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True), (names,), names)(gradient)
+    return nested(lambda g: lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True), (names,), names)(gradient)

@@ -61,12 +61,21 @@ class Layout:
     activations: Mapping[str, Axis]
     kv_heads: int
     """Key-value heads as computed with: replicated up to the `tensor` axis where the model has fewer."""
+    axes: tuple[str, ...]
+    """The manual axes that have more than one device: those over which values differ and sums are taken."""
 
     @staticmethod
-    def of(config: ModelConfig, tensor: int) -> "Layout":
-        """The tables, with key-value heads replicated where there are fewer of them than tensor devices."""
-        fewer = config.kv < tensor
-        return Layout(PARAMETERS | ({"kv_heads": None} if fewer else {}), ACTIVATIONS, tensor if fewer else config.kv)
+    def of(config: ModelConfig, sizes: Mapping[str, int]) -> "Layout":
+        """The tables on a mesh: without its axes of one device, on which S and B are the same, and with key-value
+        heads replicated where there are fewer of them than tensor devices."""
+        fewer = config.kv < sizes["tensor"]
+        parameters = PARAMETERS | ({"kv_heads": None} if fewer else {})
+        return Layout(
+            {d: _present(axis, sizes) for d, axis in parameters.items()},
+            {d: _present(axis, sizes) for d, axis in ACTIVATIONS.items()},
+            sizes["tensor"] if fewer else config.kv,
+            tuple(axis for axis in MANUAL if sizes[axis] > 1),
+        )
 
     def stored(self, dims: tuple[str, ...]) -> PartitionSpec:
         """The whole layout of a parameter at rest."""
@@ -78,12 +87,18 @@ class Layout:
 
     def typed(self) -> dict[str, str | None]:
         """Dimension name -> axis in the types, inside the step (see sharding.named)."""
-        rows = PARAMETERS | self.activations
+        rows = {**self.parameters, **self.activations}
         return {d: "tensor" if axis == "tensor" else None for d, axis in rows.items()}
 
     def batch(self) -> PartitionSpec:
         """Layout of a step's tokens, [microbatch, batch, seq]."""
         return PartitionSpec(*(self.activations[d] for d in ("microbatch", "batch", "seq")))
+
+
+def _present(axis: Axis, sizes: Mapping[str, int]) -> Axis:
+    if isinstance(axis, tuple):
+        return tuple(a for a in axis if sizes[a] > 1) or None
+    return axis if axis is not None and sizes[axis] > 1 else None
 
 
 def signature(spec: PartitionSpec) -> dict[str, str]:

@@ -40,6 +40,10 @@ def spec(dims: str) -> PartitionSpec | None:
     return None if rules is None else PartitionSpec(*(rules[name] for name in dims.split()))
 
 
+def _splits() -> bool:
+    return TENSOR in (_rules.get() or {}).values()
+
+
 def _spec_of(x: jax.Array) -> PartitionSpec | None:
     return None if _rules.get() is None else jax.typeof(x).sharding.spec
 
@@ -74,28 +78,32 @@ einsum.defvjp(_einsum_forward, _einsum_backward)
 def local(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:
     """function on each device's part of a dimension split over `tensor`, communication over `tensor` written out.
 
-    inputs and outputs are trees of dimension names. Without an active layout: function itself, on whole arrays, in
-    which psum_tensor and its like do nothing.
+    inputs and outputs are trees of dimension names. Where nothing is split over `tensor`: function itself, on whole
+    arrays, in which psum_tensor and its like do nothing.
     """
-    if _rules.get() is None:
-        return function
+    return nested(function, inputs, outputs) if _splits() else function
+
+
+def nested(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:
+    """function in a shard_map over `tensor` even where that has one device: what reduce-scatters over a manual axis
+    needs it, since JAX refuses the transpose's type while a typed axis remains."""
     specs = functools.partial(jax.tree.map, spec)
     return jax.shard_map(function, in_specs=specs(inputs), out_specs=specs(outputs), axis_names={TENSOR})
 
 
 def psum_tensor(x: jax.Array) -> jax.Array:
     """Sum over the parts on `tensor`, inside a function given to local."""
-    return x if _rules.get() is None else lax.psum(x, TENSOR)
+    return lax.psum(x, TENSOR) if _splits() else x
 
 
 def pmax_tensor(x: jax.Array) -> jax.Array:
     """Largest over the parts on `tensor`, inside a function given to local."""
-    return x if _rules.get() is None else lax.pmax(x, TENSOR)
+    return lax.pmax(x, TENSOR) if _splits() else x
 
 
 def tensor_index() -> jax.Array | int:
     """Which part on `tensor` this is, inside a function given to local."""
-    return 0 if _rules.get() is None else lax.axis_index(TENSOR)
+    return lax.axis_index(TENSOR) if _splits() else 0
 
 
 def relayout(x: jax.Array, dims: str) -> jax.Array:

@@ -50,7 +50,12 @@ class Step:
 
     @property
     def layout(self) -> Layout:
-        return Layout.of(self.model, self.sizes["tensor"])
+        return Layout.of(self.model, self.sizes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The manual axes with more than one device."""
+        return self.layout.axes
 
     @property
     def dims(self) -> dict[str, tuple[str, ...]]:
@@ -77,7 +82,7 @@ class Step:
         matrices = {name for name, d in self.dims.items() if {"embed", "vocab"} & set(d)}
         fused = fuse(self.model, self.layout.kv_heads, params)
         cast = {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
-        return {n: varying(w, axes=MANUAL) for n, w in cast.items()}
+        return {n: varying(w, axes=self.axes) for n, w in cast.items()}
 
     def ends(self, weights: Arrays) -> Arrays:
         """Embedding, final norm and head, whole over fsdp."""
@@ -116,30 +121,34 @@ class Step:
 
         dends = {n: dends[n] + dembedding[n] for n in ends} | {head: dhead}
         table = dhead if model.tied else jnp.zeros_like(ends[TOKEN], dtype=jnp.float32)
-        dends[TOKEN] = add_lookup_gradient(varying(table, axes=MANUAL), batch["inputs"], dx)
+        dends[TOKEN] = add_lookup_gradient(varying(table, axes=self.axes), batch["inputs"], dx)
         added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.split) for n, g in dends.items()}
         return loss + sums, added | {BLOCKS + n: g for n, g in dblocks.items()}
 
     def loss_and_gradients(self, params: Arrays, batch: Arrays, step: jax.Array) -> tuple[jax.Array, Arrays, jax.Array]:
         """Loss (a sum over the valid tokens of the global batch, divided once), its gradients, and those tokens."""
         weights = self.weights(params)
-        tokens = lax.psum(varying(jnp.sum(batch["targets"] >= 0), axes=MANUAL), MANUAL)
-        scale = varying(1 / jnp.maximum(tokens, 1).astype(jnp.float32), axes=MANUAL)
-        key = varying(dropout_key(self.config.seed, step), axes=MANUAL)
-        batch = {n: varying(a, axes=MANUAL) for n, a in batch.items()}
-        zeros = {n: varying(jnp.zeros_like(w, dtype=jnp.float32), axes=MANUAL) for n, w in weights.items()}
-        carry = (varying(jnp.zeros(()), axes=MANUAL), zeros)
+        tokens = self.total(jnp.sum(batch["targets"] >= 0))
+        scale = varying(1 / jnp.maximum(tokens, 1).astype(jnp.float32), axes=self.axes)
+        key = varying(dropout_key(self.config.seed, step), axes=self.axes)
+        batch = {n: varying(a, axes=self.axes) for n, a in batch.items()}
+        zeros = {n: varying(jnp.zeros_like(w, dtype=jnp.float32), axes=self.axes) for n, w in weights.items()}
+        carry = (varying(jnp.zeros(()), axes=self.axes), zeros)
         schedule = accumulation(batch["inputs"].shape[0])
         loss, gradients = run(schedule, partial(self.both, weights, scale, key), carry, batch)
         with jax.named_scope("reduce"):
-            loss = lax.psum(loss * scale, MANUAL)
-            reduced = {n: lax.psum(g, self.replicated(n)) for n, g in gradients.items()}
+            loss = self.total(loss * scale)
+            reduced = {n: _psum(g, self.replicated(n)) for n, g in gradients.items()}
         return loss, unfuse_gradients(self.model, self.layout.kv_heads, params, reduced), tokens
 
     def replicated(self, name: str) -> tuple[str, ...]:
         """Manual axes over which a weight is whole, and its gradient still to be summed."""
-        split = split_axes(self.layout.manual(self.dims[name])) if self.dims[name] else ()
-        return tuple(axis for axis in MANUAL if axis not in split)
+        split = split_axes(self.layout.manual(self.dims[name]))
+        return tuple(axis for axis in self.axes if axis not in split)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sum over all devices of the manual axes."""
+        return _psum(varying(x, axes=self.axes), self.axes)
 
     def update(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
         """One step: state after it, and loss, gradient norm, learning rate and tokens."""
@@ -156,12 +165,16 @@ class Step:
         model = replace(self.model, dropout=0.0)
         weights = self.weights(params)
         ends = self.ends(weights)
-        batch = {n: varying(a, axes=MANUAL) for n, a in batch.items()}
+        batch = {n: varying(a, axes=self.axes) for n, a in batch.items()}
         key = jnp.zeros(2, jnp.uint32)
         h = self.hidden(model, weights, ends, batch, key)
         table = ends[TOKEN if model.tied else HEAD]
         sums = loss_sum(h, table, batch["targets"], model.vocab)
-        return lax.psum(sums, MANUAL), lax.psum(varying(jnp.sum(batch["targets"] >= 0), axes=MANUAL), MANUAL)
+        return self.total(sums), self.total(jnp.sum(batch["targets"] >= 0))
+
+
+def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
 
 
 def _part(arrays: Arrays, prefix: str) -> Arrays:
