@@ -49,27 +49,38 @@ def _spec_of(x: jax.Array) -> PartitionSpec | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def einsum(formula: str, a: jax.Array, b: jax.Array, out: str) -> jax.Array:
-    """jnp.einsum of two operands whose result has the named dimensions out, laid out as the layout says.
+def einsum(formula: str, x: jax.Array, weight: jax.Array, out: str) -> jax.Array:
+    """jnp.einsum of activations x [B, S, inputs...] and a weight [inputs..., outputs...] whose result has the named
+    dimensions out, laid out as the layout says.
 
     A contraction over split dimensions is an all-reduce, as Megatron's row split; which collective the gradients need
-    follows from the operands' own layouts. The derivative is written here for one reason: what it keeps is then the
-    operands themselves, so that nothing is held twice.
+    follows from the operands' own layouts. The derivative is written here so that what it keeps are the operands
+    themselves and nothing is held twice, and for the form of the weight's gradient (see _weight_gradient).
     """
-    return jnp.einsum(formula, a, b, out_sharding=spec(out))
+    return jnp.einsum(formula, x, weight, out_sharding=spec(out))
 
 
-def _einsum_forward(formula: str, a: jax.Array, b: jax.Array, out: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return einsum(formula, a, b, out), (a, b)
+def _einsum_forward(formula: str, x: jax.Array, weight: jax.Array, out: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return einsum(formula, x, weight, out), (x, weight)
 
 
 def _einsum_backward(formula: str, out: str, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
-    a, b = kept
+    x, weight = kept
     operands, result = formula.split("->")
     left, right = operands.split(",")
-    da = jnp.einsum(f"{result},{right}->{left}", dy, b, out_sharding=_spec_of(a))
-    db = jnp.einsum(f"{left},{result}->{right}", a, dy, out_sharding=_spec_of(b))
-    return da, db
+    dx = jnp.einsum(f"{result},{right}->{left}", dy, weight, out_sharding=_spec_of(x))
+    return dx, _weight_gradient(x, dy, weight)
+
+
+def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:
+    """Sum over batch and sequence of the outer products of x and dy.
+
+    The two are merged into one dimension first: contracted as two, XLA on CPU copies x transposed and computes
+    whatever made x again, with strided reads, inside of that copy.
+    """
+    tokens = x.shape[0] * x.shape[1]
+    flat_x, flat_dy = (a.reshape(tokens, *a.shape[2:]) for a in (x, dy))
+    return lax.dot_general(flat_x, flat_dy, (((0,), (0,)), ((), ())), out_sharding=_spec_of(weight))
 
 
 einsum.defvjp(_einsum_forward, _einsum_backward)
