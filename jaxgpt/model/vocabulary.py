@@ -17,6 +17,7 @@ from jaxgpt.sharding.named import local, pmax_tensor, psum_tensor, tensor_index,
 HIDDEN = "batch length embed"
 TABLE = "vocab embed"
 TOKENS = "batch length"
+LOGITS = "batch length vocab"
 
 CHUNK_LOGITS = 2**24
 """Most logits held at once on a device: 64 MiB in fp32."""
@@ -57,6 +58,16 @@ def mask_padding(logits: Float[Array, "*batch V"], vocab: int, first: jax.Array 
     first: number of the first entry that these logits hold.
     """
     return jnp.where(first + jnp.arange(logits.shape[-1]) < vocab, logits, -1e30)
+
+
+def head_logits(hidden: Float[Array, "B S D"], table: Float[Array, "V D"], vocab: int) -> Float[Array, "B S V"]:
+    """Logits in fp32, split over `tensor` as the table is, padded entries masked."""
+
+    def product(hidden: jax.Array, table: jax.Array) -> jax.Array:
+        logits = jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
+        return mask_padding(logits, vocab, tensor_index() * table.shape[0])
+
+    return local(product, (HIDDEN, TABLE), LOGITS)(hidden, table)
 
 
 def _chunk(tokens: int, rows: int) -> int:

@@ -154,6 +154,32 @@ class Program:
         inputs = (state_specs(step)["params"], self._batch_specs())
         return jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole)))
 
+    @cached_property
+    def logits(self) -> Any:
+        """(params, tokens [B, S] as place_tokens lays them) -> fp32 logits [B, S, padded vocabulary]."""
+        step, whole = self.step_of, self.layout.batch()
+        specs = PartitionSpec(*whole[1:])
+        inputs = (state_specs(step)["params"], specs)
+        return jax.jit(on_mesh(step, self.mesh, step.logits, inputs, specs))
+
+    @cached_property
+    def _next_logits(self) -> Any:
+        step, (batch, seq) = self.step_of, tuple(self.layout.batch())[1:]
+        inputs = (state_specs(step)["params"], PartitionSpec(batch, seq), PartitionSpec(batch))
+        return jax.jit(on_mesh(step, self.mesh, step.next_logits, inputs, PartitionSpec(batch)))
+
+    def next_logits(self, params: Arrays, tokens: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """fp32 logits [B, padded vocabulary] of what follows position last [B] of tokens [B, S], any B."""
+        rows = -len(tokens) % (self.sizes["data"] * self.sizes["fsdp"])
+        padded, index = np.pad(tokens, ((0, rows), (0, 0))), np.pad(last, (0, rows))
+        batch = NamedSharding(self.mesh, PartitionSpec(self.layout.batch()[1]))
+        logits = self._next_logits(params, self.place_tokens(padded), jax.device_put(index, batch))
+        return np.asarray(logits)[: len(tokens)]
+
+    def place_tokens(self, tokens: np.ndarray) -> jax.Array:
+        """Tokens [B, S] on the devices; B a multiple of the devices that split the batch."""
+        return jax.device_put(tokens, NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[1:])))
+
 
 def _retyped(array: jax.Array, wanted: NamedSharding) -> jax.Array:
     """The same buffers under a layout whose mesh is typed."""

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxgpt.config import ModelConfig, RunConfig
 from jaxgpt.model.elementwise import dropout_key
 from jaxgpt.model.fuse import fuse, fused_dims, unfuse_gradients
-from jaxgpt.model.gpt import POLICIES, Context, block, context, embed, final_norm
+from jaxgpt.model.gpt import POLICIES, block, context, embed, final_norm
 from jaxgpt.model.parameters import parameters
-from jaxgpt.model.vocabulary import add_lookup_gradient, lookup, loss_and_gradients, loss_sum
+from jaxgpt.model.vocabulary import add_lookup_gradient, head_logits, lookup, loss_and_gradients, loss_sum
 from jaxgpt.pipeline.loop import run
 from jaxgpt.pipeline.schedule import accumulation
 from jaxgpt.pipeline.stage import Stage
@@ -63,6 +63,11 @@ class Step:
         return fused_dims(self.model)
 
     @property
+    def head(self) -> str:
+        """The table that the head multiplies with."""
+        return TOKEN if self.model.tied else HEAD
+
+    @property
     def split(self) -> bool:
         """Whether fsdp splits anything."""
         return self.sizes["fsdp"] > 1
@@ -90,36 +95,34 @@ class Step:
             names = [n for n in weights if not n.startswith(BLOCKS)]
             return {n: gather(weights[n], self.dims[n], self.split) for n in names}
 
-    def context(self, model: ModelConfig, batch: Arrays, key: jax.Array) -> Context:
-        """What the blocks need beside weights. batch: one microbatch."""
-        positions = jnp.arange(batch["inputs"].shape[1])
-        return context(model, batch["samples"], positions, key)
-
-    def hidden(self, model: ModelConfig, weights: Arrays, ends: Arrays, batch: Arrays, key: jax.Array) -> jax.Array:
-        """Forward alone, to the final norm's output."""
-        c = self.context(model, batch, key)
-        x = embed(model, _part(ends, "embedding."), lookup(ends[TOKEN], batch["inputs"]), c)
+    def hidden(self, params: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Forward alone and without dropout: the final norm's output for tokens [B, S], and the head's table."""
+        model = replace(self.model, dropout=0.0)
+        weights = self.weights(params)
+        ends, tokens = self.ends(weights), varying(tokens, axes=self.axes)
+        nobody = jnp.zeros(tokens.shape[0], jnp.int32)
+        c = context(model, nobody, jnp.arange(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
+        x = embed(model, _part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
         x = self.stage(model).apply(_part(weights, BLOCKS), x, jnp.int32(0), c)
-        return final_norm(model, ends, x)
+        return final_norm(model, ends, x), ends[self.head]
 
     def both(self, weights: Arrays, scale: jax.Array, key: jax.Array, carry: Any, batch: Arrays) -> Any:
         """One microbatch forward and backward: its loss and gradients added to the carry."""
         loss, gradients = carry
         model, stage = self.model, self.stage(self.model)
         ends, blocks, first = self.ends(weights), _part(weights, BLOCKS), jnp.int32(0)
-        c = self.context(model, batch, key)
+        c = context(model, batch["samples"], jnp.arange(batch["inputs"].shape[1]), key)
 
         looked_up = lookup(ends[TOKEN], batch["inputs"])
         x, embedded = jax.vjp(lambda w, x: embed(model, _part(w, "embedding."), x, c), ends, looked_up)
         x, kept = stage.forward(blocks, x, first, c)
         h, normed = jax.vjp(partial(final_norm, model), ends, x)
-        head = TOKEN if model.tied else HEAD
-        sums, dh, dhead = loss_and_gradients(h, ends[head], batch["targets"], scale, model.vocab)
+        sums, dh, dhead = loss_and_gradients(h, ends[self.head], batch["targets"], scale, model.vocab)
         dends, dx = normed(dh)
         dx, dblocks = stage.backward(blocks, kept, dx, first, c, _part(gradients, BLOCKS))
         dembedding, dx = embedded(dx)
 
-        dends = {n: dends[n] + dembedding[n] for n in ends} | {head: dhead}
+        dends = {n: dends[n] + dembedding[n] for n in ends} | {self.head: dhead}
         table = dhead if model.tied else jnp.zeros_like(ends[TOKEN], dtype=jnp.float32)
         dends[TOKEN] = add_lookup_gradient(varying(table, axes=self.axes), batch["inputs"], dx)
         added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.split) for n, g in dends.items()}
@@ -162,15 +165,20 @@ class Step:
 
     def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss over the valid tokens of the batch, and their number; no dropout."""
-        model = replace(self.model, dropout=0.0)
-        weights = self.weights(params)
-        ends = self.ends(weights)
-        batch = {n: varying(a, axes=self.axes) for n, a in batch.items()}
-        key = jnp.zeros(2, jnp.uint32)
-        h = self.hidden(model, weights, ends, batch, key)
-        table = ends[TOKEN if model.tied else HEAD]
-        sums = loss_sum(h, table, batch["targets"], model.vocab)
+        h, table = self.hidden(params, batch["inputs"])
+        sums = loss_sum(h, table, varying(batch["targets"], axes=self.axes), self.model.vocab)
         return self.total(sums), self.total(jnp.sum(batch["targets"] >= 0))
+
+
+    def logits(self, params: Arrays, tokens: jax.Array) -> jax.Array:
+        """fp32 logits [B, S, padded vocabulary] of tokens [B, S], padded entries masked; no dropout."""
+        h, table = self.hidden(params, tokens)
+        return head_logits(h, table, self.model.vocab)
+
+    def next_logits(self, params: Arrays, tokens: jax.Array, last: jax.Array) -> jax.Array:
+        """fp32 logits [B, padded vocabulary] of what follows position last [B] of tokens [B, S]."""
+        h, table = self.hidden(params, tokens)
+        return head_logits(h[jnp.arange(len(last)), last][:, None], table, self.model.vocab)[:, 0]
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

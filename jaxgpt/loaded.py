@@ -1,0 +1,104 @@
+"""A trained run opened in a notebook: the sharded model, called, read and made to write."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxgpt.config import RunConfig
+from jaxgpt.data import load_tokenizer
+from jaxgpt.errors import require
+from jaxgpt.inference.generate import generate
+from jaxgpt.model.module import GPT
+from jaxgpt.training import derived
+from jaxgpt.training.console import Console
+from jaxgpt.training.program import Program
+from jaxgpt.training.run import open_trained
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's parameters on a mesh. `run.model(tokens)`, `run.generate("def ")`, `run.layouts()`."""
+
+    config: RunConfig
+    program: Program
+    params: dict[str, jax.Array]
+    tokenizer: Any
+    step: int
+    """Steps trained."""
+
+    @cached_property
+    def model(self) -> GPT:
+        """The model as an NNX module; model(tokens [B, S]) -> fp32 logits [B, S, vocabulary]."""
+        return GPT(self.config.model, self.params, self.logits)
+
+    def logits(self, params: dict[str, jax.Array], tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+        """Logits of params, any S up to the context length. The batch is padded to what the mesh divides."""
+        tokens = np.asarray(tokens, np.int32)
+        model = self.config.model
+        require(tokens.ndim == 2, "tokens", tokens.shape, "must have two dimensions, [batch, sequence]")
+        require(tokens.shape[1] <= model.seq, "tokens", tokens.shape, f"are longer than the context of {model.seq}")
+        wrong = tokens[(tokens < 0) | (tokens >= model.vocab)]
+        require(not wrong.size, "tokens", wrong[:3], f"must be at least 0 and below the vocabulary's {model.vocab}")
+        return self._forward(params, tokens)[: len(tokens), :, : model.vocab]
+
+    def _forward(self, params: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
+        shards = self.program.sizes["data"] * self.program.sizes["fsdp"]
+        padded = np.pad(tokens, ((0, -len(tokens) % shards), (0, 0)))
+        logits = self.program.logits(params, self.program.place_tokens(padded))
+        return jax.device_put(logits, jax.sharding.NamedSharding(self.program.mesh, jax.sharding.PartitionSpec()))
+
+    def generate(
+        self,
+        prompt: str | list[str],
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> str | list[str]:
+        """The text that the model writes after a prompt, or after each of several. The same seed, the same text."""
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        encoded = [self.tokenizer.encode(text) for text in prompts]
+        for text, ids in zip(prompts, encoded, strict=True):
+            require(len(ids) > 0, "--prompt", repr(text), "must have at least one token")
+        require(temperature >= 0, "--temperature", temperature, "must be at least 0")
+        written = generate(
+            partial(self.program.next_logits, self.params),
+            [ids.tolist() for ids in encoded],
+            self.config.model.seq,
+            max_tokens,
+            temperature,
+            seed,
+        )
+        texts = [self.tokenizer.decode(ids) for ids in written]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def layouts(self) -> "Layouts":
+        """How each parameter lies on the mesh: shape, and S(dimension) by axis."""
+        return Layouts(derived.layout_rows(self.program))
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """A table of (parameter, shape, layout) that prints itself."""
+
+    rows: list[tuple[object, ...]]
+
+    def __repr__(self) -> str:
+        texts = [[str(cell) for cell in row] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts)
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def load(run: str | Path, mesh: str = "") -> Run:
+    """Opens a run's last whole checkpoint on any mesh ("tensor=2"; empty: one device).
+
+    Raises UserError where the folder is no run, has no checkpoint, or the mesh does not fit.
+    """
+    folder = Path(run)
+    trained = open_trained(folder, mesh or "data=1", Console())
+    return Run(trained.config, trained.program, trained.params, load_tokenizer(folder / "tokenizer"), trained.step)

@@ -1,0 +1,103 @@
+"""What follows from a configuration, as tables to be read before the first step."""
+
+import math
+from collections import Counter
+
+from jaxgpt.config import RunConfig
+from jaxgpt.data import Dataset
+from jaxgpt.model.parameters import parameters
+from jaxgpt.sharding.layout import signature
+from jaxgpt.sharding.mesh import crossing_axes, format_mesh
+from jaxgpt.training import throughput
+from jaxgpt.training.console import Rows, size
+from jaxgpt.training.program import Program
+
+Table = tuple[str, Rows]
+
+
+def tables(config: RunConfig, program: Program, dataset: Dataset) -> list[Table]:
+    """Title and rows of each table. Compiles the train step, whose memory is among them."""
+    return [
+        ("data", _data(config, dataset)),
+        ("parameters", _parameters(config)),
+        ("a step", _step(config, program, dataset)),
+        ("mesh", _mesh(program)),
+        ("layouts: S(dimension) where an axis splits it, B (a whole copy) on all other axes", layout_rows(program)),
+        ("memory a device, of the compiled step", _memory(program)),
+    ]
+
+
+def utilisation(config: RunConfig, program: Program) -> tuple[float | None, str]:
+    """FLOP/s of all devices at their peak, or None, and the line that says what MFU means or why there is none."""
+    kind = program.mesh.devices.flat[0].device_kind
+    peak = throughput.peak_flops(kind, program.dtype)
+    if peak is None:
+        return None, f"MFU is left out, since no peak is known for {kind} in {program.dtype}"
+    flops = throughput.flops_per_token(config.model)
+    named = f"{throughput.FORMULA} ({flops / 1e6:,.1f} MFLOP); peak {peak / 1e12:g} TFLOP/s ({kind}, {program.dtype})"
+    return peak * program.mesh.size, named
+
+
+def _data(config: RunConfig, dataset: Dataset) -> Rows:
+    tokenizer = dataset.tokenizer
+    return [
+        ("text", dataset.manifest["source"]),
+        ("tokenizer", f"{tokenizer.name}, {tokenizer.size:,} entries, held as {config.model.padded_vocab:,}"),
+        ("tokens to train on", f"{len(dataset.train):,}"),
+        ("tokens to validate", f"{len(dataset.validation):,}"),
+    ]
+
+
+def _parameters(config: RunConfig) -> Rows:
+    groups: Counter[str] = Counter()
+    for name, parameter in parameters(config.model).items():
+        parts = name.removeprefix("blocks.").split(".")
+        group = f"{config.model.layers} x {parts[0]}" if name.startswith("blocks.") else parts[0]
+        groups[group] += math.prod(parameter.logical)
+    return [*groups.items(), ("all", groups.total())]
+
+
+def _step(config: RunConfig, program: Program, dataset: Dataset) -> Rows:
+    tokens = config.global_batch * config.model.seq
+    passes = config.steps * tokens / len(dataset.train)
+    return [
+        ("sequences", f"{config.global_batch} of {config.model.seq} tokens"),
+        ("microbatches", f"{config.global_batch // program.micro_batch} of {program.micro_batch} sequences"),
+        ("tokens", f"{tokens:,}"),
+        ("in all", f"{config.steps:,} steps, {config.steps * tokens:,} tokens, {passes:.3g} passes over the text"),
+        ("computation", f"{program.dtype} over fp32 masters, recomputation: {config.recompute}"),
+        ("attention kernel", program.step_of.kernel),
+    ]
+
+
+def _mesh(program: Program) -> Rows:
+    crossing = crossing_axes(program.mesh)
+    devices = program.mesh.devices
+    return [
+        ("axes", format_mesh(program.sizes)),
+        ("devices", f"{devices.size} x {devices.flat[0].device_kind}"),
+        ("axes across hosts", ", ".join(crossing) or "none"),
+    ]
+
+
+def layout_rows(program: Program) -> Rows:
+    """Name, shape and where it lies, of each parameter."""
+    rows = []
+    for name, parameter in parameters(program.config.model).items():
+        axes = signature(program.shardings[name].spec)
+        split = [f"{axis}: S({parameter.dims[int(s[2:-1])]})" for axis, s in axes.items() if s.startswith("S")]
+        rows.append((name, " x ".join(map(str, parameter.shape)), ", ".join(split) or "B"))
+    return rows
+
+
+def _memory(program: Program) -> Rows:
+    found = program.compiled.memory_analysis()
+    if found is None:
+        return [("not told by this backend",)]
+    arguments, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
+    fresh = found.output_size_in_bytes - found.alias_size_in_bytes
+    return [
+        ("state and batch", size(arguments)),
+        ("temporary", size(temporary)),
+        ("all", size(arguments + temporary + fresh)),
+    ]
