@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxgpt import flags, presets
 from jaxgpt.arguments import given, nearest, parse
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, require
 
 HELP = """usage: jaxgpt VERB [flags]
 
@@ -22,53 +22,58 @@ REFUSED_BY_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errn
 """What the operating system says of a disk or folder that the user must mend."""
 
 
-def train(args: list[str]) -> None:
+def train(args: list[str]) -> int:
     """Trains or resumes. Flags that are not given come from the run that --run names, if it exists, or --preset."""
     texts = given("train", flags.TrainFlags, args)
-    run, name = texts.get("run"), texts.get("preset")
-    stored = Path(run) / "config.json" if run and name is None else None
-    base = presets.stored(stored) if stored and stored.is_file() else presets.preset(name or "demo")
-    chosen = parse("train", flags.TrainFlags, args, flags.defaults(base, name or "demo", Path(run) if run else None))
+    run, preset = texts.get("run"), texts.get("preset")
+    stored = Path(run) / "config.json" if run and preset is None else None
+    preset = preset or "demo"
+    base = presets.stored(stored) if stored and stored.is_file() else presets.preset(preset)
+    chosen = parse("train", flags.TrainFlags, args, flags.defaults(base, preset, Path(run) if run else None))
     explicit = frozenset(texts) - {"preset", "run"}
     config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
 
     from jaxgpt.training import run as runs
 
-    runs.train(config, chosen.run, explicit)
+    return runs.train(config, chosen.run, explicit, Path(preset).name.removesuffix(".json")).status
 
 
-def evaluate(args: list[str]) -> None:
+def evaluate(args: list[str]) -> int:
     """Measures a run on text."""
     chosen = parse("eval", flags.EvalFlags, args)
 
     from jaxgpt.training import run as runs
 
-    runs.evaluate(chosen.run, data=chosen.data, mesh=chosen.mesh)
+    runs.evaluate(chosen.run, chosen.data, chosen.mesh)
+    return 0
 
 
-def sample(args: list[str]) -> None:
+def sample(args: list[str]) -> int:
     """Writes text with a run."""
     chosen = parse("sample", flags.SampleFlags, args)
+    require(chosen.tokens >= 1, "--tokens", chosen.tokens, "must be at least 1")
 
-    from jaxgpt.training import run as runs
+    import jaxgpt
 
-    runs.sample(chosen)
+    run = jaxgpt.load(chosen.run, chosen.mesh)
+    prompt = run.config.prompt if chosen.prompt is None else chosen.prompt
+    print(f"{prompt}{run.generate(prompt, chosen.tokens, chosen.temperature, chosen.seed)}")
+    return 0
 
 
-VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "eval": evaluate, "sample": sample}
+VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "eval": evaluate, "sample": sample}
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status: 0, 2 for what the user must mend, 130 for Ctrl-C."""
+    """Runs the command line and returns its exit status: 0, 2 for what the user must mend, 128 + n for signal n."""
     verb, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
         if verb in ("-h", "--help"):
             print(HELP)
-        elif verb in VERBS:
-            VERBS[verb](rest)
-        else:
+            return 0
+        if verb not in VERBS:
             raise UserError(f"{verb}: no such verb; {nearest(verb, VERBS)}known are {', '.join(VERBS)}")
-        return 0
+        return VERBS[verb](rest)
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -22,19 +22,28 @@ log_every eval_every eval_tokens save_every keep profile prompt"""
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Stands in for jaxgpt.training.run: records how each verb's function is called."""
+    """Stands in for what does the work: records how it is called."""
     calls = []
-    names = ("train", "evaluate", "sample")
-    fake = types.SimpleNamespace(
-        calls=calls, **{name: lambda *args, name=name, **named: calls.append((name, args, named)) for name in names}
-    )
+
+    def recorded(name, answer):
+        def call(*args, **named):
+            calls.append((name, args, named))
+            return answer
+
+        return call
+
+    result = types.SimpleNamespace(status=0)
+    opened = types.SimpleNamespace(config=presets.DEMO, generate=recorded("generate", "(x):"))
+    fake = types.SimpleNamespace(calls=calls, result=result)
+    fake.train, fake.evaluate = recorded("train", result), recorded("evaluate", None)
     monkeypatch.setattr(jaxgpt.training, "run", fake, raising=False)
+    monkeypatch.setitem(vars(jaxgpt), "load", recorded("load", opened))
     return fake
 
 
 def trained(runs, *args: str) -> tuple[RunConfig, Path | None, frozenset[str]]:
     assert main(["train", *args]) == 0
-    name, (config, run, explicit), named = runs.calls.pop()
+    name, (config, run, explicit, _), named = runs.calls.pop()
     assert (name, named, runs.calls) == ("train", {}, [])
     return config, run, explicit
 
@@ -119,12 +128,33 @@ def test_override_takes_any_field_of_model_or_run():
         flags.override(presets.DEMO, {"step": 4})
 
 
-def test_eval_and_sample(runs):
+def test_a_new_run_is_named_after_its_preset(runs, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(to_json(presets.DEMO))
+    for preset, name in (("gpt2-1.5b", "gpt2-1.5b"), (str(path), "mine")):
+        main(["train", "--preset", preset])
+        assert runs.calls.pop()[1][3] == name
+
+
+def test_a_run_that_a_signal_ended_says_so_in_its_status(runs):
+    runs.result.status = 143
+    assert main(["train"]) == 143
+
+
+def test_eval(runs):
     assert main(["eval", "runs/mine", "--data", "other.txt"]) == 0
-    assert runs.calls.pop() == ("evaluate", (Path("runs/mine"),), {"data": "other.txt", "mesh": ""})
-    assert main(["sample", "runs/mine", "--prompt", "def main(", "--seed", "3"]) == 0
-    (chosen,) = runs.calls.pop()[1]
-    assert chosen == flags.SampleFlags(run=Path("runs/mine"), prompt="def main(", seed=3)
+    assert runs.calls == [("evaluate", (Path("runs/mine"), "other.txt", ""), {})]
+
+
+def test_sample(runs, capsys):
+    assert main(["sample", "runs/mine", "--prompt", "def main", "--seed", "3", "--mesh", "tensor=2"]) == 0
+    assert runs.calls == [
+        ("load", (Path("runs/mine"), "tensor=2"), {}),
+        ("generate", ("def main", 200, 0.8, 3), {}),
+    ]
+    assert capsys.readouterr().out == "def main(x):\n"
+    main(["sample", "runs/mine"])
+    assert runs.calls[-1][1][0] == presets.DEMO.prompt
 
 
 # Help
@@ -185,6 +215,7 @@ def test_help_and_complaints_do_not_wait_for_jax():
         (["train", "--profile", "13:10"], "--profile 13:10"),
         (["eval"], "eval: Missing from jaxgpt eval: RUN Folder of the run. (required); see jaxgpt eval --help"),
         (["eval", "a", "b"], "b"),
+        (["sample", "a", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["sample", "a", "--temprature", "1"], "did you mean --temperature?"),
         (["sample", "a", "--tokens", "many"], "--tokens many: not allowed; give a whole number"),
     ],

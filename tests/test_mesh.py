@@ -222,6 +222,12 @@ def test_fewer_virtual_devices_than_named():
     assert "2048" in refused(4096, call=mesh.prepare_devices)
 
 
+def test_use_devices():
+    mesh.use_devices(8)
+    assert "already started with 8" in refused(9, call=mesh.use_devices)
+    assert "use_devices 0" in refused(0, call=mesh.use_devices)
+
+
 def test_all_devices_where_none_are_named():
     assert mesh.prepare_devices(None)[0] == jax.devices()
 

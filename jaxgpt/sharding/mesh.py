@@ -219,6 +219,15 @@ def take(devices: Sequence[D], n: int | None) -> tuple[list[D], str | None]:
     return ordered[:n], f"{n} of {there} devices are used" if n < there else None
 
 
+def use_devices(n: int) -> None:
+    """Makes sure of n devices, virtual ones where there is no accelerator: to be called before JAX starts.
+
+    Raises UserError where JAX has already started with fewer, or there are fewer accelerators.
+    """
+    require(n >= 1, "use_devices", n, "must be at least 1")
+    prepare_devices(n)
+
+
 def _cpu_devices_set() -> int:
     """Virtual CPU devices that the user has asked JAX for, by either of its two settings."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
