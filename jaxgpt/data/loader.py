@@ -1,0 +1,124 @@
+"""Batches from stored tokens, for training in the order of samples and for validation in the order of the text."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import numpy as np
+from jaxtyping import Int32, UInt
+
+from jaxgpt.data.order import sample_indices
+from jaxgpt.errors import UserError
+
+NO_TARGET = -1
+"""The target where there is nothing to predict."""
+
+T = TypeVar("T")
+
+
+def samples_in(tokens: UInt[np.ndarray, " tokens"], seq: int, part: str = "text") -> int:
+    """Samples of seq + 1 tokens, neighbours sharing one. Raises UserError, naming the part, where there is none."""
+    samples = (len(tokens) - 1) // seq
+    if samples < 1:
+        raise UserError(
+            f"the {part} has {len(tokens)} tokens, fewer than the {seq + 1} of one sample; "
+            "take more --data, a smaller --seq, or another --validation"
+        )
+    return samples
+
+
+def training_batch(
+    tokens: UInt[np.ndarray, " tokens"], seq: int, seed: int, first: int, count: int
+) -> Int32[np.ndarray, "{count} {seq}+1"]:
+    """The samples at positions first .. first + count - 1 of the seed's order: inputs [:, :-1], targets [:, 1:].
+
+    A function of tokens, seed and positions alone: any division of the positions into batches, or among processes,
+    gives the same samples. Raises UserError where the text is shorter than one sample.
+    """
+    indices = sample_indices(seed, first, count, samples_in(tokens, seq))
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)
+    return windows[indices * seq].astype(np.int32)
+
+
+def validation_batches(
+    tokens: UInt[np.ndarray, " tokens"], seq: int, batch: int, limit_tokens: int | None = None
+) -> Iterator[tuple[Int32[np.ndarray, "{batch} {seq}"], Int32[np.ndarray, "{batch} {seq}"]]]:
+    """(inputs, targets) in which each token but the first is a target once; targets are -1 where there is none.
+
+    The last row and the last batch are filled up, so that a sum over the targets that are not -1, divided by their
+    number, is the exact mean. limit_tokens: at most so many targets, in rows spread evenly over the text, the same
+    ones each time; but never less than one row. Raises UserError where nothing can be predicted.
+    """
+    if len(tokens) < 2:
+        raise UserError(f"the text has {len(tokens)} tokens, and a prediction needs 2; take more --data")
+    rows = -(-(len(tokens) - 1) // seq)
+    taken = rows if limit_tokens is None else min(rows, max(1, limit_tokens // seq))
+    # The middle of each of `taken` equal stretches.
+    chosen = (2 * np.arange(taken) + 1) * rows // (2 * taken)
+    return (_rows(tokens, seq, chosen[at : at + batch], batch) for at in range(0, taken, batch))
+
+
+def _rows(tokens: np.ndarray, seq: int, rows: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    inputs = np.zeros((batch, seq), np.int32)
+    targets = np.full((batch, seq), NO_TARGET, np.int32)
+    for row, index in enumerate(rows.tolist()):
+        sample = tokens[index * seq : (index + 1) * seq + 1]
+        inputs[row, : len(sample) - 1] = sample[:-1]
+        targets[row, : len(sample) - 1] = sample[1:]
+    return inputs, targets
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over fetch(first) .. fetch(stop - 1), fetched ahead of their use by one thread.
+
+        with Prefetcher(lambda step: training_batch(...), first, stop) as batches:
+            for batch in batches: ...
+
+    What fetch raises is raised to the consumer in its turn, and ends the iteration. The thread only ever runs what
+    was asked for, at most `ahead` calls, so that neither an error in the consumer nor the interpreter's end waits
+    for more.
+    """
+
+    def __init__(self, fetch: Callable[[int], T], first: int, stop: int, ahead: int = 2) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1, not {ahead}")
+        self._fetch = fetch
+        self._steps = iter(range(first, stop))
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._futures: deque[Future[T]] = deque()
+        for _ in range(ahead):
+            self._ask()
+
+    def __iter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __next__(self) -> T:
+        if not self._futures:
+            self.close()
+            raise StopIteration
+        future = self._futures[0]
+        # Waits; an interrupt here leaves the queue as it was.
+        failed = future.exception() is not None
+        self._futures.popleft()
+        if failed:
+            self.close()
+        self._ask()
+        return future.result()
+
+    def close(self) -> None:
+        """Fetches no more; what is being fetched is dropped."""
+        self._steps = iter(range(0))
+        self._futures.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _ask(self) -> None:
+        step = next(self._steps, None)
+        if step is not None:
+            self._futures.append(self._pool.submit(self._fetch, step))
