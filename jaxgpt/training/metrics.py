@@ -60,6 +60,10 @@ class Metrics:
         except OSError as error:
             raise _unwritable(self.file, error) from None
 
+    def of(self, step: int) -> list[Record]:
+        """The records of a step."""
+        return [record for record in read(self.file.parent) if record["step"] == step]
+
     def sync(self) -> None:
         """Everything is on the disk when this returns: what a checkpoint relies on."""
         try:

@@ -1,0 +1,64 @@
+"""Loss over stored tokens, exact on every mesh: each token is counted once, padding never."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxgpt.data import validation_batches
+from jaxgpt.training.program import Program
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a model makes of a text."""
+
+    loss: float
+    """Nats a token."""
+    tokens: int
+    """Tokens predicted."""
+    bits_per_byte: float | None = None
+    """None where only a part of the text was read."""
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def rows(self) -> list[tuple[str, object]]:
+        """For a table."""
+        rows: list[tuple[str, object]] = [
+            ("loss, nats a token", f"{self.loss:.4f}"),
+            ("perplexity", f"{self.perplexity:.4g}"),
+            ("tokens", self.tokens),
+        ]
+        if self.bits_per_byte is not None:
+            rows.insert(2, ("bits per byte", f"{self.bits_per_byte:.4f}"))
+        return rows
+
+
+def measure(
+    program: Program,
+    params: dict[str, jax.Array],
+    tokens: np.ndarray,
+    *,
+    limit: int | None = None,
+    size: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Figures | None:
+    """The mean loss of the text's tokens, in one pass; None where `stopped` says so meanwhile.
+
+    limit: most tokens read, spread evenly over the text. size: UTF-8 bytes of the whole text, for bits per byte.
+    """
+    sums = []
+    for inputs, targets in validation_batches(tokens, program.config.model.seq, program.micro_batch, limit):
+        if stopped():
+            return None
+        sums.append(program.evaluate(params, program.place({"inputs": inputs, "targets": targets})))
+    # Read at the end, so that the devices never wait for the host.
+    values = [(float(loss), int(count)) for loss, count in jax.device_get(sums)]
+    total, count = math.fsum(loss for loss, _ in values), sum(count for _, count in values)
+    bits = None if size is None or limit is not None else total / math.log(2) / size
+    return Figures(total / count, count, bits)

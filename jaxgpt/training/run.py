@@ -1,0 +1,217 @@
+"""A run from its folder: begun or resumed, trained to its end or to a signal, and measured afterwards."""
+
+import dataclasses
+import math
+import shlex
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from jaxgpt.config import RunConfig
+from jaxgpt.data import Dataset, Tokenizer, load_tokenizer, open_dataset, open_text
+from jaxgpt.errors import UserError
+from jaxgpt.inference.generate import generate
+from jaxgpt.sharding import mesh
+from jaxgpt.training import checkpoint, curve, derived, folder, metrics
+from jaxgpt.training.console import Console
+from jaxgpt.training.evaluation import Figures, measure
+from jaxgpt.training.loop import Begin, Loop
+from jaxgpt.training.program import Program
+from jaxgpt.training.resume import restore_last
+
+SAMPLE_TOKENS = 200
+"""Tokens of the sample drawn at the end."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    run: Path
+    step: int
+    """Steps trained."""
+    validation: Figures | None
+    """Over all validation tokens; None where a signal came first."""
+    signal: int | None = None
+    """The signal that ended it."""
+
+    @property
+    def status(self) -> int:
+        """Exit status of a command: 0, or as a shell has it for a signal."""
+        return 0 if self.signal is None else 128 + self.signal
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run opened to be used, not trained."""
+
+    config: RunConfig
+    """As stored, on the mesh asked for."""
+    program: Program
+    params: dict[str, jax.Array]
+    step: int
+
+
+def train(
+    config: RunConfig, run: Path | None = None, explicit: frozenset[str] | None = None, name: str = "demo"
+) -> Result:
+    """Trains, or goes on where the run in the folder has stopped. Bit for bit the run that was never stopped.
+
+    run: its folder; None: the next free one, runs/NAME-1 and so on. explicit: fields of `config` that were given on
+    purpose; None: all of them. The others are taken from the stored run, as far as a resumed run may change them.
+    Raises UserError: another configuration or other data than the run's, a folder that is in use or somebody
+    else's, a mesh that does not fit, a disk that is full. What was saved before stays.
+    """
+    console = Console()
+    run = folder.next_free(Path("runs"), name) if run is None else run
+    with folder.hold(run, console.fallback):
+        stored = folder.read_config(run)
+        wanted = config if stored is None else folder.merge(run, config, stored, explicit)
+        known = stored is not None and not folder.data_differences(wanted, stored)
+        if known and (finished := _finished(run, wanted, console)):
+            return finished
+        devices, sizes = _devices(wanted, console)
+        asked = folder.asked_vocabulary(run, wanted, stored)
+        dataset = open_dataset(wanted.data, wanted.tokenizer, asked, wanted.validation, say=console.say)
+        resolved = folder.resolve(wanted, dataset)
+        if stored is not None:
+            folder.check_data(run, resolved, stored, dataset)
+            if finished := _finished(run, resolved, console):
+                return finished
+        dataset.check(resolved.model.seq)
+        mesh.check(resolved.model, sizes, resolved.global_batch, resolved.micro_batch)
+        program = Program(resolved, mesh.build(sizes, devices))
+        resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
+        folder.write(run, resolved, asked, dataset)
+        return _run(run, resolved, stored, program, dataset, console)
+
+
+def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
+    """Loss, perplexity, bits per byte and tokens counted of a run's last checkpoint, printed and returned.
+
+    data: a text, read in full; None: the run's own validation part. mesh: any; empty: all devices on data.
+    """
+    console = Console()
+    trained = open_trained(run, mesh, console)
+    if data is None:
+        config = trained.config
+        asked = folder.asked_vocabulary(run, config, config)
+        dataset = open_dataset(config.data, config.tokenizer, asked, config.validation, say=console.say)
+        folder.check_data(run, config, config, dataset)
+        tokens, size, text = dataset.validation, dataset.validation_bytes, "the run's validation part"
+    else:
+        opened = open_text(data, load_tokenizer(run / "tokenizer"))
+        tokens, size, text = opened.tokens, opened.bytes, opened.description
+    found = measure(trained.program, trained.params, tokens, size=size)
+    if found is None:
+        raise RuntimeError("an evaluation that nobody stops has stopped")
+    console.table(f"{run}, step {trained.step}, on {text}", found.rows())
+    return found
+
+
+def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
+    """The parameters of a run's last whole checkpoint on any mesh. Raises UserError where there is none."""
+    config = dataclasses.replace(folder.stored_config(run), mesh=mesh_text, micro_batch=None)
+    devices, sizes = _devices(config, console, training=False)
+    # As many sequences at once as divide over the devices.
+    shares = sizes["data"] * sizes["fsdp"]
+    config = dataclasses.replace(config, global_batch=-(-config.global_batch // shares) * shares)
+    mesh.check(config.model, sizes, config.global_batch, None)
+    program = Program(config, mesh.build(sizes, devices))
+    targets = {"params": program.targets()["params"]}
+    restored = restore_last(run / "checkpoints", targets, program.logical, console.fallback)
+    if restored is None:
+        raise UserError(f"{run}: has no checkpoint yet; train it further")
+    return Trained(config, program, restored.state["params"], restored.step)
+
+
+def _devices(config: RunConfig, console: Console, training: bool = True) -> tuple[list[jax.Device], mesh.Sizes]:
+    """Devices and axis sizes of the configuration's mesh, checked, and what the user should know of them said."""
+    open_size = not config.mesh.strip() or "-1" in config.mesh
+    count = None if open_size else math.prod(mesh.parse(config.mesh).values())
+    devices, note = mesh.prepare_devices(count)
+    sizes = mesh.parse(config.mesh, len(devices))
+    notes = mesh.check(config.model, sizes, config.global_batch, config.micro_batch) if training else []
+    for one in [note, *notes]:
+        if one is not None:
+            console.fallback(one)
+    return devices, sizes
+
+
+def _run(
+    run: Path, config: RunConfig, stored: RunConfig | None, program: Program, dataset: Dataset, console: Console
+) -> Result:
+    begin = _begin(run, program, console)
+    for title, rows in derived.tables(config, program, dataset):
+        console.table(title, rows)
+    peak, formula = derived.utilisation(config, program)
+    console.say(formula)
+    console.say(f"run: {run}" + ("" if begin.saved is None else f", resumed after step {begin.step}"))
+    if stored is not None and config.steps != stored.steps:
+        console.say(f"steps: {stored.steps} -> {config.steps}; the learning rate follows the longer schedule from here")
+    with Loop(run, config, program, dataset, console, peak, begin) as loop:
+        loop.train()
+        figures = None if loop.stopped else loop.validate_all()
+        loop.wait()
+    drawn = curve.draw(run)
+    if figures is not None:
+        console.table(f"{run}, step {loop.done}, on the run's validation part", figures.rows())
+        console.say(f"loss curve: {drawn}")
+        _sample(run, program, loop.state["params"], dataset.tokenizer, console)
+    else:
+        console.say(f"stopped after step {loop.done}, which is saved; to resume: {_command(run)}")
+    return Result(run, loop.done, figures, loop.stopped)
+
+
+def _sample(run: Path, program: Program, params: dict[str, jax.Array], tokenizer: Tokenizer, console: Console) -> None:
+    """Writes what the model makes of the run's prompt to `sample.txt`, and says it."""
+    prompt, seq = program.config.prompt, program.config.model.seq
+    try:
+        tokens = tokenizer.encode(prompt).tolist()
+    except UserError as error:
+        console.fallback(f"no sample is drawn: {error}")
+        return
+    if not tokens:
+        console.fallback("no sample is drawn, since --prompt is empty")
+        return
+    written = generate(partial(program.next_logits, params), [tokens], seq, SAMPLE_TOKENS, seed=program.config.seed)
+    text = prompt + tokenizer.decode(written[0])
+    file = run / "sample.txt"
+    try:
+        folder.replace(file, text.encode())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written ({error.strerror or error})") from None
+    console.say(f"sample, in {file}:\n{text}")
+
+
+def _finished(run: Path, config: RunConfig, console: Console) -> Result | None:
+    """What a run came to that has nothing left to do; else None."""
+    if config.steps not in checkpoint.steps(run / "checkpoints"):
+        return None
+    for record in metrics.read(run):
+        if record["step"] == config.steps and record.get("complete"):
+            found = Figures(record["loss"], record["tokens"], record.get("bits_per_byte"))
+            console.say(
+                f"{run}: trained to its last step {config.steps}, validation loss {found.loss:.4f}; "
+                f"to train further: {_command(run)} --steps {2 * config.steps}"
+            )
+            return Result(run, config.steps, found)
+    return None
+
+
+def _begin(run: Path, program: Program, console: Console) -> Begin:
+    checkpoints = run / "checkpoints"
+    checkpoint.clear_partial(checkpoints)
+    restored = restore_last(checkpoints, program.targets(), program.logical, console.fallback)
+    if restored is None:
+        return Begin(program.init(), 0, None)
+    for step in restored.damaged:
+        kept = checkpoint.set_aside(checkpoints, step)
+        console.fallback(f"the damaged checkpoint of step {step} is kept as {kept}")
+    return Begin(restored.state, restored.step, restored.step)
+
+
+def _command(run: Path) -> str:
+    return f"jaxgpt train --run {shlex.quote(str(run))}"
