@@ -1,0 +1,97 @@
+"""The README's commands, run as they stand, with flags behind them that make them small."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxgpt.cli import main
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
+TINY = (
+    "--tokenizer bytes --vocab 256 --layers 1 --width 32 --heads 4 --kv-heads 2 --seq 16 --steps 2 --warmup 0 "
+    "--global-batch 16 --micro-batch 2 --validation 0.01 --eval-tokens 64"
+).split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with what the commands name."""
+    path = tmp_path_factory.mktemp("readme")
+    (path / "my_texts").mkdir()
+    text = "def main():\n    print('hello')\n\n" * 100
+    (path / "my_texts" / "code.py").write_text(text)
+    (path / "other.txt").write_text(text[:500])
+    return path
+
+
+@pytest.fixture
+def there(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("JAXGPT_CACHE", str(folder / "cache"))
+
+
+def parts(command: str) -> list[list[str]]:
+    return [shlex.split(part) for part in command.split(" && ")]
+
+
+def test_the_commands_are_known():
+    """Each has its test below."""
+    verbs = [parts(command)[-1][:2] for command in COMMANDS]
+    assert verbs == [
+        [".venv/bin/jaxgpt", "train"],
+        [".venv/bin/pytest"],
+        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample")),
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS[:2])
+def test_both_commands_install_this_project_with_what_the_tests_need(command):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert parts(command)[:2] == [
+        ["python3", "-m", "venv", ".venv"],
+        [".venv/bin/pip", "install", "-e", ".[test]"],
+    ]
+    assert "test" in project["optional-dependencies"]
+    assert project["scripts"] == {"jaxgpt": "jaxgpt.cli:main"}
+
+
+def test_the_first_command_trains_in_a_process_of_its_own(folder, there):
+    command = [sys.executable, "-m", "jaxgpt", *parts(COMMANDS[0])[-1][1:], *TINY, "--data", "my_texts"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "8 virtual CPU devices" in done.stdout + done.stderr
+    assert {"config.json", "checkpoints", "metrics.jsonl", "loss.png"} <= set(os.listdir(folder / "runs" / "demo-1"))
+
+
+def test_the_other_commands_in_turn(folder, there, capsys):
+    train, resume, evaluate, sample = (parts(command)[0][1:] for command in COMMANDS[2:])
+    assert main([*train, *TINY]) == 0
+    assert (folder / "runs" / "mine" / "loss.png").stat().st_size > 0
+    capsys.readouterr()
+    assert main(resume) == 0
+    assert "step 2" in capsys.readouterr().out
+    assert main(evaluate) == 0
+    assert "perplexity" in capsys.readouterr().out
+    assert main([*sample, "--tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("def main(")
+    notebook()
+
+
+def notebook() -> None:
+    """The README's lines of Python, on the run that its commands made."""
+    (block,) = (block for kind, block in BLOCKS if kind == "python")
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    names = {"tokens": tokens}
+    exec(block, names)
+    assert names["run"].model(tokens).shape == (2, 16, 256)
+    assert "tensor: S(vocab)" in repr(names["run"].layouts())
