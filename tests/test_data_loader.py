@@ -156,6 +156,9 @@ def test_closing_ends_it_even_while_fetching():
     steps.close()
     steps.close()
     go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("prefetch"):
+            thread.join(30)
     assert list(steps) == []
     assert fetched == [0]
 

@@ -239,6 +239,8 @@ def test_damage_is_named_and_nothing_is_deleted(corpus, cache, name, damage):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     message = refused(str(corpus), "bpe", 300, 0.2, cache)
     assert message.startswith(f"{folder / name}: damaged token store (")
+    if damage in (truncate, lengthen) and name != "manifest.json":
+        assert f"({(folder / name).stat().st_size} bytes in place of " in message
     assert message.endswith(f"delete the folder {folder} and run again")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     shutil.rmtree(folder)

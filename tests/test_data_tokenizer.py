@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jaxgpt.data.tokenizer import (
     LibraryTokenizer,
     check_size,
     open_tokenizer,
+    short_texts,
     train_bpe,
 )
 from jaxgpt.errors import UserError
@@ -144,10 +146,19 @@ def test_training_gives_the_same_entries_each_time():
     assert len(one.encode(TEXT)) < len(TEXT.encode()) / 1.3
 
 
-def test_training_on_words_without_end_takes_no_time_by_their_square():
-    draw = random.Random(0)
-    # Minutes if this were learned from as one word.
-    train_bpe(iter(["".join(chr(draw.randint(0x4E00, 0x9000)) for _ in range(150_000))]), 300)
+@pytest.mark.parametrize("text", [TEXT * 5, "漢" * 5000, " " * 5000, "\n".join("x" * i for i in range(200))])
+def test_training_texts_are_short_and_end_with_words(text):
+    pieces = list(short_texts([text, "end"]))
+    assert "".join(pieces) == text + "end"
+    assert max(map(len, pieces)) <= 1024
+    for piece, following in pairwise(pieces[:-1]):
+        # A word of more than 1024 characters alone is divided.
+        assert len(piece) == 1024 or (not piece[-1].isspace() and following[0].isspace())
+
+
+def test_no_entry_is_longer_than_a_training_text():
+    tokenizer = train_bpe(iter(["x" * 8192]), 300)
+    assert max(map(len, tokenizer.library.get_vocab())) == 1024
 
 
 def test_any_byte_can_be_spelt_by_a_tokenizer_trained_on_little():

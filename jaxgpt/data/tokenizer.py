@@ -33,7 +33,6 @@ _OWN_FILE = "jaxgpt_tokenizer.json"
 _UNKNOWN = "\ufffd"
 _LAST_WORD_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 _SHORT = re.compile(r".{1,1024}(?<=\S)(?=[ \n])|.{1,1024}", re.DOTALL)
-"""Text up to the end of a word where there is one: training takes time by the square of a word's length."""
 _SEARCHED = 2**16
 """Characters at a text's end that are searched for a place to divide it."""
 _SMALLEST_BPE = 257
@@ -184,8 +183,16 @@ def train_bpe(texts: Iterator[str], vocab: int) -> LibraryTokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    library.train_from_iterator(chain.from_iterable(map(_SHORT.findall, texts)), trainer)
+    library.train_from_iterator(short_texts(texts), trainer)
     return LibraryTokenizer(library)
+
+
+def short_texts(texts: Iterable[str]) -> Iterator[str]:
+    """The texts in pieces of at most 1024 characters, each up to a word's end where there is one.
+
+    Training takes time by the square of a word's length, and some texts are one word.
+    """
+    return chain.from_iterable(map(_SHORT.findall, texts))
 
 
 def open_tokenizer(path: str) -> LibraryTokenizer:
