@@ -109,7 +109,7 @@ def _gated_backward(kind: str, kept: tuple[jax.Array], dy: jax.Array) -> tuple[j
 gated.defvjp(lambda x, kind: (gated(x, kind), (x,)), _gated_backward)
 
 
-def rope_frequencies(rotated: int, base: float, scaling: RopeScaling | None) -> Float[Array, " rotated/2"]:
+def rope_frequencies(rotated: int, base: float, scaling: RopeScaling | None) -> Float[Array, " half"]:
     """Angle a position of each rotated pair of dimensions (arXiv 2104.09864), stretched as `scaling` says."""
     frequencies = base ** (-jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated)
     if scaling is None:

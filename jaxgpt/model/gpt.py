@@ -6,8 +6,7 @@ G query heads of a key-value head, K head width, F feed-forward width.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,7 @@ POLICIES: dict[str, Any] = {
 results and attention's output, full everything from the block's input."""
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """What mathematics needs beside weights: the same for every block of a microbatch."""
 
     samples: Int[Array, " B"]
@@ -45,9 +43,6 @@ class Context:
     """Key of this step's dropout."""
     cos: Float[Array, "S half"] | None
     sin: Float[Array, "S half"] | None
-
-
-jax.tree_util.register_dataclass(Context, ["samples", "positions", "key", "cos", "sin"], [])
 
 
 def context(
@@ -70,7 +65,7 @@ def _biased(x: jax.Array, w: Weights, name: str) -> jax.Array:
 
 def _dropout(config: ModelConfig, x: jax.Array, c: Context, layer: jax.Array | int, site: int) -> jax.Array:
     # the embedding is site 0; a block's two are 1 and 2 of its logical layer
-    return dropout(x, config.dropout, c.key, jnp.asarray(3 * layer + site, jnp.uint32), c.samples, c.positions)
+    return dropout(x, config.dropout, c.key, jnp.asarray(3 * layer + site, jnp.int32), c.samples, c.positions)
 
 
 def embed(

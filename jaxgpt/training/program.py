@@ -69,21 +69,25 @@ class Program:
             "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
         }
 
-    def init(self) -> State:
-        """The state before the first step, created split: no device holds a whole copy of a split array."""
+    @cached_property
+    def compiled_init(self) -> Any:
+        """The compiled start. The compiler lays the draws out backwards from their results, so that no device holds a
+        whole copy of a split array; for that this one program has no layouts in its types."""
         table, seed = parameters(self.config.model), self.config.seed
 
         def create() -> State:
             key = jax.random.key(seed, impl="threefry2x32")
             params = {name: start(p, name, key) for name, p in table.items()}
-            zeros = {name: jnp.zeros(p.shape) for name, p in table.items()}
-            return {"params": params, "mu": zeros, "nu": zeros, "step": jnp.int32(0)}
+            moments = {kind: {n: jnp.zeros(p.shape) for n, p in table.items()} for kind in ("mu", "nu")}
+            return {"params": params, **moments, "step": jnp.int32(0)}
 
-        # the compiler lays the draws out backwards from their results; so this one program is not typed
         untyped = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=(AxisType.Auto,) * self.mesh.devices.ndim)
-        wanted = jax.tree.map(lambda t: t.sharding, self.targets())
-        state = jax.jit(create, out_shardings=jax.tree.map(lambda s: NamedSharding(untyped, s.spec), wanted))()
-        return jax.tree.map(_retyped, state, wanted)
+        layouts = jax.tree.map(lambda t: NamedSharding(untyped, t.sharding.spec), self.targets())
+        return jax.jit(create, out_shardings=layouts).lower().compile()
+
+    def init(self) -> State:
+        """The state before the first step, created split."""
+        return jax.tree.map(lambda array, target: _retyped(array, target.sharding), self.compiled_init(), self.targets())
 
     @property
     def micro_batch(self) -> int:
@@ -104,7 +108,7 @@ class Program:
             for n, a in arrays.items()
         }
 
-    def batch_targets(self) -> Arrays:
+    def batch_targets(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, types and layouts of a placed batch, nothing allocated."""
         rows, seq = self.micro_batch, self.config.model.seq
         lead = (self.config.global_batch // rows, rows)

@@ -1,0 +1,60 @@
+"""One device against every mesh: loss, gradient norm, every gradient, and every parameter after five steps."""
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+from tiny import FAMILIES, batches, run_config
+
+from jaxgpt.config import RunConfig
+from jaxgpt.training import parity
+from jaxgpt.training.program import Program
+from jaxgpt.training.step import Step
+
+pytestmark = pytest.mark.core
+
+MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=4", "data=2,tensor=4", "fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2")
+OPPOSITES = ((("gpt", True, 0.0), ("llama", False, 0.1)), (("gpt", False, 0.1), ("llama", True, 0.0)), (("gpt", True, 0.1), ("llama", False, 0.0)))
+"""(family, tied, dropout) and its opposite: with both on every mesh, each value meets each mesh and each other value."""
+CASES = [
+    (mesh, *case, accumulated)
+    for number, mesh in enumerate(MESHES)
+    for case, accumulated in zip(OPPOSITES[number % 3], ((1, 4), (4, 1))[number % 2], strict=True)
+]
+
+
+def configuration(family: str, tied: bool, dropout: float) -> RunConfig:
+    return run_config(dataclasses.replace(FAMILIES[family], tied=tied, dropout=dropout))
+
+
+@cache
+def on_one_device(family: str, tied: bool, dropout: float) -> parity.Trace:
+    config = configuration(family, tied, dropout)
+    return parity.trace(config, "data=1", batches(config, 5))
+
+
+def shares(mesh: str) -> int:
+    sizes = dict(item.split("=") for item in mesh.split(","))
+    return int(sizes.get("data", 1)) * int(sizes.get("fsdp", 1))
+
+
+@pytest.mark.parametrize(("mesh", "family", "tied", "dropout", "microbatches"), CASES)
+def test_a_mesh_computes_what_one_device_does(
+    mesh: str, family: str, tied: bool, dropout: float, microbatches: int
+) -> None:
+    config = configuration(family, tied, dropout)
+    micro = config.global_batch // shares(mesh) // microbatches
+    found = parity.trace(dataclasses.replace(config, micro_batch=micro), mesh, batches(config, 5))
+    wrong = [d for d in parity.differences(on_one_device(family, tied, dropout), found) if not d.holds]
+    assert not wrong
+
+
+def test_the_trace_moves_every_parameter() -> None:
+    """Else parity would compare what no step has touched."""
+    config = configuration("gpt", False, 0.1)
+    moved = on_one_device("gpt", False, 0.1)
+    sizes = parity.parse("data=1")
+    start = Program(config, parity.build(sizes, parity.jax.devices()[:1])).init()["params"]
+    still = [n for n, p in moved.params.items() if np.array_equal(p, np.asarray(start[n])) and "key.bias" not in n]
+    assert not still
