@@ -41,6 +41,13 @@ def test_a_plain_table_aligns_its_columns(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
+def test_what_would_command_a_terminal_or_cannot_be_spelt_is_replaced() -> None:
+    raw = io.BytesIO()
+    with redirect_stdout(io.TextIOWrapper(raw, encoding="ascii")):
+        Console().say("a\x1b[2Jbc\nd \u4e2d")
+        assert raw.getvalue() == b"a?[2Jbc\nd ?\n"
+
+
 def test_rows_of_different_lengths_and_no_rows_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     Console().table("mesh", [("data", 2), ("4 devices",)])
     Console().table("nothing", [])

@@ -62,7 +62,7 @@ class Console:
 
     def _print(self, text: str, style: str | None = None) -> None:
         # Lines are not wrapped: what reads them wants one message a line.
-        self._out.print(Text(text, style=style or ""), soft_wrap=True)
+        self._out.print(Text(_shown(text, self._out.encoding), style=style or ""), soft_wrap=True)
         self._out.file.flush()
 
     def progress(self, steps: int) -> "Progress":
@@ -130,6 +130,12 @@ def size(count: float | int) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def _shown(text: str, encoding: str) -> str:
+    """The text as it can be shown: a model may write what would command the terminal or what it cannot spell."""
+    safe = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return safe.encode(encoding, "replace").decode(encoding)
 
 
 def _cell(value: object) -> str:

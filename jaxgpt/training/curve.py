@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jaxgpt.errors import UserError
 from jaxgpt.training.metrics import Record, read
@@ -20,6 +21,7 @@ def draw(run: Path) -> Path:
     _line(axes, records, "train", color="tab:blue", linewidth=1)
     _line(axes, records, "validation", color="tab:orange", linewidth=1.5, marker="o", markersize=4)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss (nats a token)")
     axes.set_title(run.resolve().name)
     axes.grid(alpha=0.3)

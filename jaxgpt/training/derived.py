@@ -1,6 +1,7 @@
 """What follows from a configuration, as tables to be read before the first step."""
 
 import math
+import time
 from collections import Counter
 
 from jaxgpt.config import RunConfig
@@ -9,7 +10,7 @@ from jaxgpt.model.parameters import parameters
 from jaxgpt.sharding.layout import signature
 from jaxgpt.sharding.mesh import crossing_axes, format_mesh
 from jaxgpt.training import throughput
-from jaxgpt.training.console import Rows, size
+from jaxgpt.training.console import Rows, duration, size
 from jaxgpt.training.program import Program
 
 Table = tuple[str, Rows]
@@ -91,13 +92,16 @@ def layout_rows(program: Program) -> Rows:
 
 
 def _memory(program: Program) -> Rows:
+    began = time.monotonic()
     found = program.compiled.memory_analysis()
+    compiled = ("compiled in", duration(time.monotonic() - began))
     if found is None:
-        return [("not told by this backend",)]
+        return [("not told by this backend",), compiled]
     arguments, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
     fresh = found.output_size_in_bytes - found.alias_size_in_bytes
     return [
         ("state and batch", size(arguments)),
         ("temporary", size(temporary)),
         ("all", size(arguments + temporary + fresh)),
+        compiled,
     ]

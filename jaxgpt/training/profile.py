@@ -49,8 +49,8 @@ class Tracer:
         self._running = False
         try:
             jax.profiler.stop_trace()
-        except OSError as error:
-            raise UserError(f"{self._folder}: the trace cannot be written ({error.strerror or error})") from None
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            raise UserError(f"{self._folder}: the trace cannot be written ({error})") from None
         self._say(
             f"profile: {self._folder}; to open it: pip install xprof && xprof --logdir {self._folder} --port 8791"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxgpt.config import RunConfig
-from jaxgpt.data import Dataset, Tokenizer, load_tokenizer, open_dataset, open_text
+from jaxgpt.data import Dataset, Tokenizer, cache_folder, load_tokenizer, open_dataset, open_text
 from jaxgpt.errors import UserError
 from jaxgpt.inference.generate import generate
 from jaxgpt.sharding import mesh
@@ -129,6 +129,7 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
 
 def _devices(config: RunConfig, console: Console, training: bool = True) -> tuple[list[jax.Device], mesh.Sizes]:
     """Devices and axis sizes of the configuration's mesh, checked, and what the user should know of them said."""
+    _keep_programs()
     open_size = not config.mesh.strip() or "-1" in config.mesh
     count = None if open_size else math.prod(mesh.parse(config.mesh).values())
     devices, note = mesh.prepare_devices(count)
@@ -138,6 +139,12 @@ def _devices(config: RunConfig, console: Console, training: bool = True) -> tupl
         if one is not None:
             console.fallback(one)
     return devices, sizes
+
+
+def _keep_programs() -> None:
+    """Compiled programs are kept beside the tokens, so that a second start is quick; unless the user has a place."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 
 def _run(
