@@ -107,7 +107,7 @@ class Writer:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
                 f"{final}: the checkpoint could not be written ({error}); earlier ones are untouched; "
-                "mend that, then give the same command to go on from the last one"
+                "make room or mend the disk, then give the same command to go on from the last one"
             ) from None
         self.last = step
         prune(self.folder, self.keep)

@@ -40,19 +40,19 @@ class Console:
         cells = [[_cell(value) for value in row] for row in rows]
         columns = max((len(row) for row in cells), default=0)
         numeric = [all(isinstance(row[c], int | float) for row in rows if c < len(row)) for c in range(columns)]
+        self._print(title, style="bold")
         if not self.is_terminal:
-            self._plain_table(title, cells, numeric)
+            self._plain_rows(cells, numeric)
             return
-        table = Table(title=Text(title, style="bold"), title_justify="left", box=rich.box.SIMPLE, show_header=False)
+        table = Table(box=rich.box.SIMPLE, show_header=False)
         for right in numeric:
             table.add_column(justify="right" if right else "left", overflow="fold")
         for row in cells:
             table.add_row(*(escape(cell) for cell in row))
         self._out.print(table)
 
-    def _plain_table(self, title: str, cells: list[list[str]], numeric: list[bool]) -> None:
+    def _plain_rows(self, cells: list[list[str]], numeric: list[bool]) -> None:
         widths = [max(len(row[c]) for row in cells if c < len(row)) for c in range(len(numeric))]
-        self._print(title)
         for row in cells:
             aligned = (
                 cell.rjust(width) if right else cell.ljust(width)

@@ -128,5 +128,5 @@ def _finite(value: float | int | bool) -> float | int | bool | None:
 def _unwritable(file: Path, error: OSError) -> UserError:
     return UserError(
         f"{file}: cannot be written ({error.strerror or error}); checkpoints are untouched; "
-        "mend that, then give the same command to go on from the last one"
+        "make room or mend the disk, then give the same command to go on from the last one"
     )

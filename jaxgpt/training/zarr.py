@@ -148,5 +148,5 @@ def _smallest_factor(n: int) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """The error without the specification that tensorstore appends."""
-    return str(error).partition(" [")[0]
+    """What went wrong, without the operations around it and the specification that tensorstore adds."""
+    return str(error).partition(" [tensorstore_spec")[0].rpartition(": ")[2]
