@@ -1,5 +1,6 @@
 """A trained run opened in a notebook: the sharded model, called, read and made to write."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -7,13 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int32
 
 from jaxgpt.config import RunConfig
 from jaxgpt.data import load_tokenizer
 from jaxgpt.errors import require
 from jaxgpt.inference.generate import generate
-from jaxgpt.model.module import GPT
+from jaxgpt.model.module import GPT, ArrayLike
 from jaxgpt.training import derived
 from jaxgpt.training.console import Console
 from jaxgpt.training.program import Program
@@ -36,15 +37,17 @@ class Run:
         """The model as an NNX module; model(tokens [B, S]) -> fp32 logits [B, S, vocabulary]."""
         return GPT(self.config.model, self.params, self.logits)
 
-    def logits(self, params: dict[str, jax.Array], tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-        """Logits of params, any S up to the context length. The batch is padded to what the mesh divides."""
-        tokens = np.asarray(tokens, np.int32)
+    def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
+        """Logits of params for tokens [B, S], any B, any S up to the context length."""
+        return self._forward(params, self._checked(np.asarray(tokens)))[: len(tokens), :, : self.config.model.vocab]
+
+    def _checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
         model = self.config.model
         require(tokens.ndim == 2, "tokens", tokens.shape, "must have two dimensions, [batch, sequence]")
         require(tokens.shape[1] <= model.seq, "tokens", tokens.shape, f"are longer than the context of {model.seq}")
         wrong = tokens[(tokens < 0) | (tokens >= model.vocab)]
         require(not wrong.size, "tokens", wrong[:3], f"must be at least 0 and below the vocabulary's {model.vocab}")
-        return self._forward(params, tokens)[: len(tokens), :, : model.vocab]
+        return tokens.astype(np.int32)
 
     def _forward(self, params: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
         shards = self.program.sizes["data"] * self.program.sizes["fsdp"]
@@ -85,7 +88,7 @@ class Run:
 class Layouts:
     """A table of (parameter, shape, layout) that prints itself."""
 
-    rows: list[tuple[object, ...]]
+    rows: Sequence[Sequence[object]]
 
     def __repr__(self) -> str:
         texts = [[str(cell) for cell in row] for row in self.rows]

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tiny import LLAMA
 
 from jaxgpt.model import attention
 from jaxgpt.sharding.layout import MANUAL, Layout
 from jaxgpt.sharding.mesh import build, parse
 from jaxgpt.sharding.named import layout
-from tiny import LLAMA
 
 
 def inputs() -> tuple[jax.Array, ...]:
@@ -27,17 +27,25 @@ def plainly(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("handed_out", [False, True])
+@pytest.mark.parametrize("kernel", ["xla", "cudnn", "blocked"])
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=4"])
-def test_output_and_gradients(monkeypatch: pytest.MonkeyPatch, mesh: str, handed_out: bool, window: int | None) -> None:
-    monkeypatch.setitem(attention.KEEPS, "xla", handed_out)
+def test_output_and_gradients(monkeypatch: pytest.MonkeyPatch, mesh: str, kernel: str, window: int | None) -> None:
+    if kernel == "cudnn":  # its path, which hands out what the kernel keeps, with a kernel that a CPU has
+        real = attention.jax.nn.dot_product_attention
+
+        def plain_kernel(*x: jax.Array, implementation: str, **more: object) -> jax.Array:
+            return real(*x, implementation="xla", **more)
+
+        monkeypatch.setattr(attention.jax.nn, "dot_product_attention", plain_kernel)
+    monkeypatch.setattr(attention.blocked, "QUERIES", 4)  # several blocks
+    monkeypatch.setattr(attention.blocked, "CACHED_SCORES", 1024)  # several groups of samples
     sizes = parse(mesh)
     devices = build(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
     rules = Layout.of(LLAMA, sizes).typed()
 
     def inside(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
         with layout(rules):
-            out, derivative = jax.vjp(lambda *x: attention.attention(*x, "xla", window), q, k, v)
+            out, derivative = jax.vjp(lambda *x: attention.attention(*x, kernel, window), q, k, v)
             return out, *derivative(dout)
 
     spec, heads = P("data"), P("data", None, "tensor")
@@ -52,4 +60,4 @@ def test_output_and_gradients(monkeypatch: pytest.MonkeyPatch, mesh: str, handed
 def test_the_kernel_is_chosen_by_device_and_type() -> None:
     assert attention.kernel_for("gpu", "bf16") == "cudnn"
     assert attention.kernel_for("gpu", "fp32") == "xla"  # the fused kernel has no fp32
-    assert attention.kernel_for("cpu", "bf16") == "xla"
+    assert attention.kernel_for("cpu", "bf16") == "blocked"

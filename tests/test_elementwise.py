@@ -39,7 +39,8 @@ def test_norm(kind: str) -> None:
 )
 def test_activations(kind: str, plainly: object) -> None:
     ours, theirs = (
-        jax.value_and_grad(lambda x, f=f: jnp.sum(jnp.cos(X) * f(x)))(3 * X) for f in (lambda x: activation(x, kind), plainly)
+        jax.value_and_grad(lambda x, f=f: jnp.sum(jnp.cos(X) * f(x)))(3 * X)
+        for f in (lambda x: activation(x, kind), plainly)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
     both = jnp.stack([X, X[::-1]], -2)
@@ -57,7 +58,9 @@ def test_rotary_keeps_lengths_and_its_gradient_turns_back() -> None:
     np.testing.assert_allclose(derivative(turned)[0], X, rtol=1e-5, atol=1e-6)
 
 
-def mask(step: int = 0, site: int = 0, samples: object = (0, 1), positions: object = (0, 1, 2), seed: int = 0) -> np.ndarray:
+def mask(
+    step: int = 0, site: int = 0, samples: object = (0, 1), positions: object = (0, 1, 2), seed: int = 0
+) -> np.ndarray:
     numbers = jnp.asarray(samples, jnp.int32), jnp.asarray(positions, jnp.int32)
     ones = jnp.ones((len(numbers[0]), len(numbers[1]), 512))
     return np.asarray(dropout(ones, 0.25, dropout_key(seed, jnp.int32(step)), jnp.int32(site), *numbers))
@@ -70,7 +73,9 @@ def test_masks_are_functions_of_step_site_sample_and_position() -> None:
     assert abs((whole == 0).mean() - 0.25) < 0.02
 
 
-@pytest.mark.parametrize("other", [{"step": 1}, {"site": 1}, {"samples": [2, 3]}, {"positions": [3, 4, 5]}, {"seed": 1}])
+@pytest.mark.parametrize(
+    "other", [{"step": 1}, {"site": 1}, {"samples": [2, 3]}, {"positions": [3, 4, 5]}, {"seed": 1}]
+)
 def test_masks_differ_between_steps_layers_samples_positions_and_seeds(other: dict[str, object]) -> None:
     same = ((mask() == 0) == (mask(**other) == 0)).mean()
     assert abs(same - (0.75**2 + 0.25**2)) < 0.05  # what two independent draws share

@@ -3,20 +3,33 @@
 import dataclasses
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
 from tiny import FAMILIES, batches, run_config
 
 from jaxgpt.config import RunConfig
+from jaxgpt.sharding.mesh import build, parse
 from jaxgpt.training import parity
 from jaxgpt.training.program import Program
-from jaxgpt.training.step import Step
 
 pytestmark = pytest.mark.core
 
-MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=4", "data=2,tensor=4", "fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2")
-OPPOSITES = ((("gpt", True, 0.0), ("llama", False, 0.1)), (("gpt", False, 0.1), ("llama", True, 0.0)), (("gpt", True, 0.1), ("llama", False, 0.0)))
-"""(family, tied, dropout) and its opposite: with both on every mesh, each value meets each mesh and each other value."""
+MESHES = (
+    "data=8",
+    "fsdp=8",
+    "tensor=8",
+    "data=2,fsdp=4",
+    "data=2,tensor=4",
+    "fsdp=2,tensor=4",
+    "data=2,fsdp=2,tensor=2",
+)
+OPPOSITES = (
+    (("gpt", True, 0.0), ("llama", False, 0.1)),
+    (("gpt", False, 0.1), ("llama", True, 0.0)),
+    (("gpt", True, 0.1), ("llama", False, 0.0)),
+)
+"""(family, tied, dropout) and its opposite: with both on every mesh, each value meets each mesh and each other."""
 CASES = [
     (mesh, *case, accumulated)
     for number, mesh in enumerate(MESHES)
@@ -54,7 +67,6 @@ def test_the_trace_moves_every_parameter() -> None:
     """Else parity would compare what no step has touched."""
     config = configuration("gpt", False, 0.1)
     moved = on_one_device("gpt", False, 0.1)
-    sizes = parity.parse("data=1")
-    start = Program(config, parity.build(sizes, parity.jax.devices()[:1])).init()["params"]
+    start = Program(config, build(parse("data=1"), jax.devices()[:1])).init()["params"]
     still = [n for n, p in moved.params.items() if np.array_equal(p, np.asarray(start[n])) and "key.bias" not in n]
     assert not still

@@ -40,7 +40,7 @@ def test_no_device_holds_a_whole_copy_of_a_split_array_while_it_is_created() -> 
     whole = sum(4 * int(np.prod(p.shape)) for p in parameters(wide).values())
     analysis = split.compiled_init.memory_analysis()
     assert analysis.output_size_in_bytes < 1.1 * 3 * whole / 8
-    assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 1.3 * 3 * whole / 8
+    assert analysis.temp_size_in_bytes < whole / 4  # random bits of a device's own share, twice
 
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
@@ -117,7 +117,9 @@ def test_generation_is_the_same_on_every_mesh_and_beyond_the_context() -> None:
     for mesh in ("data=1", "data=2,tensor=4"):
         p = program(run_config(LLAMA), mesh)
         params = p.init()["params"]
-        texts.append(generate(lambda t, i, p=p, w=params: p.next_logits(w, t, i), [[1, 2], [3] * 20, [4]], 16, 24, seed=5))
+        texts.append(
+            generate(lambda t, i, p=p, w=params: p.next_logits(w, t, i), [[1, 2], [3] * 20, [4]], 16, 24, seed=5)
+        )
     assert texts[0] == texts[1]
     assert [len(t) for t in texts[0]] == [24] * 3
     assert max(max(t) for t in texts[0]) < LLAMA.vocab

@@ -68,9 +68,7 @@ def _dropout(config: ModelConfig, x: jax.Array, c: Context, layer: jax.Array | i
     return dropout(x, config.dropout, c.key, jnp.asarray(3 * layer + site, jnp.int32), c.samples, c.positions)
 
 
-def embed(
-    config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: Context
-) -> Float[Array, "B S D"]:
+def embed(config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: Context) -> Float[Array, "B S D"]:
     """Token embeddings, already looked up, to the first block's input. w: of `embedding`."""
     x = looked_up
     if config.positions == "learned":

@@ -1,15 +1,18 @@
 """The model as a flax NNX module: its parameters in a tree, stacked over layers, and what calls it."""
 
+import operator
 from collections.abc import Callable, Mapping
 
 import jax
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.parameters import parameters
 
-Forward = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
+ArrayLike = jax.Array | np.ndarray
+Forward = Callable[[dict[str, jax.Array], ArrayLike], jax.Array]
 """(parameters by name, tokens) -> logits."""
 
 
@@ -18,7 +21,7 @@ class Part(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """A container of parameters, wherever they lie: model.blocks.attention.query.weight is [layers, embed, heads, head].
+    """A container of parameters, wherever they lie: model.blocks.mlp.up.weight is [layers, embed, mlp].
 
     Each nnx.Param carries the names of its dimensions as `dims`. Any tool for NNX works on it: nnx.state, nnx.split,
     nnx.display. Mathematics and layouts are functions of the arrays, so the module holds neither.
@@ -38,14 +41,8 @@ class GPT(nnx.Module):
 
     def arrays(self) -> dict[str, jax.Array]:
         """The parameters by name, as they are now."""
-        found = {}
-        for name in parameters(self.config):
-            part: object = self
-            for step in name.split("."):
-                part = getattr(part, step)
-            found[name] = part[...] if isinstance(part, nnx.Param) else part
-        return found
+        return {name: operator.attrgetter(name)(self)[...] for name in parameters(self.config)}
 
-    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+    def __call__(self, tokens: Int[ArrayLike, "B S"]) -> Float[Array, "B S V"]:
         """fp32 logits of every entry of the (unpadded) vocabulary."""
         return self.forward(self.arrays(), tokens)

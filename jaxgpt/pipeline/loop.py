@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgpt.errors import UserError
 from jaxgpt.pipeline.schedule import Schedule
 
 Carry = TypeVar("Carry")
@@ -20,7 +19,7 @@ def run(schedule: Schedule, both: Callable[[Carry, Batch], Carry], carry: Carry,
     both: (carry, one microbatch) -> carry with its loss and gradients added.
     """
     if (schedule.forward != schedule.backward).any() or schedule.forward.shape[1] != 1:
-        raise UserError("--mesh pipe: a stage runs a microbatch's forward and backward in one tick; one stage is allowed")
+        raise ValueError("a tick runs one microbatch forward and backward, on one stage")
 
     def tick(carry: Carry, microbatch: jax.Array) -> tuple[Carry, None]:
         return both(carry, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False), batch)), None

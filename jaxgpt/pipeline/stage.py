@@ -50,6 +50,7 @@ class Stage(NamedTuple):
         """Forward, with what the backward needs."""
 
         def step(x: jax.Array, each: tuple[Weights, jax.Array]) -> tuple[jax.Array, Kept]:
+            derivative: Any
             y, derivative = jax.vjp(self.block, self._gathered(each[0]), x, each[1], context)
             return y, Kept(x, _distinct(derivative.opaque_residuals)[0])
 
@@ -60,11 +61,9 @@ class Stage(NamedTuple):
     ) -> tuple[jax.Array, Weights]:
         """The gradient towards the stage's input, and gradients with this microbatch's added, fp32 and split alike."""
 
-        def step(
-            dy: jax.Array, each: tuple[Weights, jax.Array, Kept, Weights]
-        ) -> tuple[jax.Array, Weights]:
+        def step(dy: jax.Array, each: tuple[Weights, jax.Array, Kept, Weights]) -> tuple[jax.Array, Weights]:
             weights, layer, kept, gradients = each
-            # traced for the derivative's structure alone: its forward is dead code
+            derivative: Any  # traced for its structure alone: its forward is dead code
             _, derivative = jax.vjp(self.block, self._gathered(weights), kept.inputs, layer, context)
             _, places = _distinct(derivative.opaque_residuals)
             derivative.opaque_residuals = [kept.inside[place] for place in places]

@@ -52,13 +52,14 @@ def measure(
 
     limit: most tokens read, spread evenly over the text. size: UTF-8 bytes of the whole text, for bits per byte.
     """
-    sums = []
+    values: list[tuple[float, int]] = []
     for inputs, targets in validation_batches(tokens, program.config.model.seq, program.micro_batch, limit):
         if stopped():
             return None
-        sums.append(program.evaluate(params, program.place({"inputs": inputs, "targets": targets})))
-    # Read at the end, so that the devices never wait for the host.
-    values = [(float(loss), int(count)) for loss, count in jax.device_get(sums)]
-    total, count = math.fsum(loss for loss, _ in values), sum(count for _, count in values)
+        # Read before the next is dispatched: two programs in flight, neither waiting for the other's result, can each
+        # hold threads that the other's collectives wait for, where virtual devices share the host's threads.
+        loss, count = jax.device_get(program.evaluate(params, program.place({"inputs": inputs, "targets": targets})))
+        values.append((float(loss), int(count)))
+    total, counted = math.fsum(loss for loss, _ in values), sum(count for _, count in values)
     bits = None if size is None or limit is not None else total / math.log(2) / size
-    return Figures(total / count, count, bits)
+    return Figures(total / counted, counted, bits)

@@ -55,7 +55,9 @@ class Program:
     @cached_property
     def shardings(self) -> dict[str, NamedSharding]:
         """Layout of each parameter."""
-        return {n: NamedSharding(self.mesh, self.layout.stored(p.dims)) for n, p in parameters(self.config.model).items()}
+        return {
+            n: NamedSharding(self.mesh, self.layout.stored(p.dims)) for n, p in parameters(self.config.model).items()
+        }
 
     def targets(self) -> State:
         """Shapes, types and layouts of the state, nothing allocated."""
@@ -87,7 +89,9 @@ class Program:
 
     def init(self) -> State:
         """The state before the first step, created split."""
-        return jax.tree.map(lambda array, target: _retyped(array, target.sharding), self.compiled_init(), self.targets())
+        return jax.tree.map(
+            lambda array, target: _retyped(array, target.sharding), self.compiled_init(), self.targets()
+        )
 
     @property
     def micro_batch(self) -> int:

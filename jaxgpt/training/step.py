@@ -74,7 +74,7 @@ class Step:
 
     def stage(self, model: ModelConfig) -> Stage:
         """The blocks as a stage; model: with or without dropout."""
-        body = partial(block, model, self.kernel)
+        body: Callable[..., jax.Array] = partial(block, model, self.kernel)
         policy = POLICIES[self.config.recompute]
         if policy is not None:
             body = jax.checkpoint(body, policy=policy)
@@ -168,7 +168,6 @@ class Step:
         h, table = self.hidden(params, batch["inputs"])
         sums = loss_sum(h, table, varying(batch["targets"], axes=self.axes), self.model.vocab)
         return self.total(sums), self.total(jnp.sum(batch["targets"] >= 0))
-
 
     def logits(self, params: Arrays, tokens: jax.Array) -> jax.Array:
         """fp32 logits [B, S, padded vocabulary] of tokens [B, S], padded entries masked; no dropout."""
