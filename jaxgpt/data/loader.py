@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from jaxtyping import Int32, UInt
 
-from jaxgpt.data.order import sample_indices
+from jaxgpt.data.order import epoch_shifts, sample_indices
 from jaxgpt.errors import UserError
 
 NO_TARGET = -1
@@ -18,14 +18,16 @@ T = TypeVar("T")
 
 
 def samples_in(tokens: UInt[np.ndarray, " tokens"], seq: int, part: str = "text") -> int:
-    """Samples of seq + 1 tokens, neighbours sharing one. Raises UserError, naming the part, where there is none."""
-    samples = (len(tokens) - 1) // seq
-    if samples < 1:
+    """Samples of an epoch: of seq + 1 tokens, neighbours sharing one, and room to begin each epoch elsewhere.
+
+    Raises UserError, naming the part, where there is none.
+    """
+    if len(tokens) < seq + 1:
         raise UserError(
             f"the {part} has {len(tokens)} tokens, fewer than the {seq + 1} of one sample; "
             "take more --data, a smaller --seq, or another --validation"
         )
-    return samples
+    return max(1, len(tokens) // seq - 1)
 
 
 def training_batch(
@@ -34,11 +36,14 @@ def training_batch(
     """The samples at positions first .. first + count - 1 of the seed's order: inputs [:, :-1], targets [:, 1:].
 
     A function of tokens, seed and positions alone: any division of the positions into batches, or among processes,
-    gives the same samples. Raises UserError where the text is shorter than one sample.
+    gives the same samples. Each epoch begins fewer than seq tokens into the text, at a place of its own, so that a
+    token is not met at the same position of the context every time. Raises UserError where the text is shorter than one sample.
     """
-    indices = sample_indices(seed, first, count, samples_in(tokens, seq))
+    samples = samples_in(tokens, seq)
+    starts = sample_indices(seed, first, count, samples) * seq
+    starts += epoch_shifts(seed, first, count, samples, min(seq, len(tokens) - samples * seq))
     windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)
-    return windows[indices * seq].astype(np.int32)
+    return windows[starts].astype(np.int32)
 
 
 def validation_batches(

@@ -33,6 +33,12 @@ def sample_indices(seed: int, first: int, count: int, samples: int) -> Int64[np.
     return index.astype(np.int64)
 
 
+def epoch_shifts(seed: int, first: int, count: int, samples: int, shifts: int) -> Int64[np.ndarray, " count"]:
+    """For each position of sample_indices a number below `shifts` that its epoch draws."""
+    epoch = np.arange(first, first + count, dtype=np.uint64) // np.uint64(samples)
+    return (_mix(epoch + _mix(np.array([seed ^ _GOLDEN], np.uint64))) % np.uint64(shifts)).astype(np.int64)
+
+
 def _step(place: np.ndarray, key: np.ndarray, samples: int) -> np.ndarray:
     """A permutation of 0 .. a * b - 1, another one for each key; a * b - samples is below a, the root of samples."""
     a = math.isqrt(samples - 1) + 1
