@@ -190,6 +190,10 @@ class RunConfig:
     epsilon: float = 1e-8
     clip: float = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
+    sequence_parallel: bool = False
+    """Split the residual stream's sequence over tensor as well: norms, dropout and what they keep."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is split over data beside the batch: 1 optimizer state and masters, 2 gradients too, 3 weights too."""
     recompute: Literal["none", "selective", "full"] = "none"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of computation; masters are always fp32. auto: bf16 on GPU, fp32 on CPU."""

@@ -79,6 +79,10 @@ class TrainFlags:
     """AdamW's."""
     clip: float
     """Largest global norm of the gradient; 0: no clipping."""
+    sequence_parallel: bool
+    """Split norms, dropout and residual stream over tensor along the sequence."""
+    zero: Literal[0, 1, 2, 3]
+    """Split over data: 1 optimizer state, 2 gradients too, 3 weights too."""
     recompute: Literal["none", "selective", "full"]
     """What the backward pass computes again rather than keeps."""
     dtype: Literal["auto", "bf16", "fp32"]

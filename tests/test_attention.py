@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import LLAMA
+from tiny import LLAMA, run_config
 
 from jaxgpt.model import attention
 from jaxgpt.sharding.layout import MANUAL, Layout
@@ -41,7 +41,7 @@ def test_output_and_gradients(monkeypatch: pytest.MonkeyPatch, mesh: str, kernel
     monkeypatch.setattr(attention.blocked, "CACHED_SCORES", 1024)  # several groups of samples
     sizes = parse(mesh)
     devices = build(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
-    rules = Layout.of(LLAMA, sizes).typed()
+    rules = Layout.of(run_config(LLAMA), sizes).typed()
 
     def inside(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
         with layout(rules):

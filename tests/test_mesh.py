@@ -1,5 +1,6 @@
 """The mesh: its text, what is refused before anything is built, and where devices lie."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -10,13 +11,14 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from jaxgpt.config import ModelConfig
+from jaxgpt.config import ModelConfig, RunConfig
 from jaxgpt.errors import UserError
 from jaxgpt.sharding import mesh
 
 pytestmark = pytest.mark.core
 
 MODEL = ModelConfig(layers=2, width=192, heads=12, kv_heads=4, vocab=1000, seq=32)
+RUN = RunConfig(model=MODEL, global_batch=16)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def test_devices_named():
 @pytest.mark.parametrize("devices", [1, 2, 6, 8, 60])
 def test_format_and_parse_are_inverse_on_every_mesh(devices):
     one = ModelConfig(width=60, heads=60, kv_heads=60, head_width=1, mlp_width=60, vocab=1)
-    meshes = mesh.legal_meshes(one, devices, 60, None)
+    meshes = mesh.legal_meshes(RunConfig(model=one, global_batch=60), devices)
     assert meshes
     for each in meshes:
         assert mesh.parse(mesh.format_mesh(each), devices) == each
@@ -129,43 +131,58 @@ def test_format_and_parse_are_inverse_on_every_mesh(devices):
     ],
 )
 def test_check_refuses(text, model, batch, micro, says):
-    config = ModelConfig(**{"width": 192, "heads": 12, "kv_heads": 4, "vocab": 1000, **model})
-    message = refused(config, sizes(text), batch, micro, call=mesh.check)
+    chosen = ModelConfig(**{"width": 192, "heads": 12, "kv_heads": 4, "vocab": 1000, **model})
+    config = RunConfig(model=chosen, global_batch=batch, micro_batch=micro)
+    message = refused(config, sizes(text), call=mesh.check)
     assert says in message
     assert f"--mesh {text}" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "fields", "says"),
+    [
+        ("data=8,fsdp=5", {"zero": 1, "global_batch": 40}, "fsdp x data = 40 must divide --width 192 with --zero 1"),
+        ("tensor=3", {"sequence_parallel": True}, "tensor=3 must divide --seq 32 with --sequence-parallel"),
+    ],
+)
+def test_check_refuses_what_zero_and_sequence_parallelism_cannot_divide(text, fields, says):
+    config = RunConfig(model=dataclasses.replace(MODEL, kv_heads=12, vocab=192), **{"global_batch": 16, **fields})
+    assert says in refused(config, sizes(text), call=mesh.check)
+
+
 def test_the_error_names_legal_meshes_of_as_many_devices_nearest_first():
-    message = refused(MODEL, sizes("tensor=8"), 16, None, call=mesh.check)
+    message = refused(RUN, sizes("tensor=8"), call=mesh.check)
     texts = message.partition("nearest for 8 devices: ")[2].split(" or ")
     assert texts == ["data=2,tensor=4", "fsdp=2,tensor=4", "data=4,tensor=2"]
     for text in texts:
-        mesh.check(MODEL, mesh.parse(text, 8), 16, None)
+        mesh.check(RUN, mesh.parse(text, 8))
 
 
 def test_where_no_mesh_is_legal_the_error_says_so():
-    message = refused(MODEL, sizes("data=7"), 16, None, call=mesh.check)
+    message = refused(RUN, sizes("data=7"), call=mesh.check)
     assert message.endswith(
         "no mesh of 7 devices fits this model and batch; change their sizes, or the number of devices"
     )
 
 
 def test_legal_meshes_are_exactly_those_that_check_allows():
-    legal = [mesh.format_mesh(each) for each in mesh.legal_meshes(MODEL, 4, 6, 3)]
+    legal = [
+        mesh.format_mesh(each) for each in mesh.legal_meshes(RunConfig(model=MODEL, global_batch=6, micro_batch=3), 4)
+    ]
     # data x fsdp = 4 does not divide the batch of 6; 2 leaves 3, which one microbatch of 3 takes
     assert sorted(legal) == ["data=2,tensor=2", "fsdp=2,tensor=2", "tensor=4"]
 
 
 def test_every_legal_mesh_has_the_devices_asked_for():
-    meshes = mesh.legal_meshes(MODEL, 64, 64, None)
+    meshes = mesh.legal_meshes(RunConfig(model=MODEL, global_batch=64), 64)
     assert len({mesh.format_mesh(each) for each in meshes}) == len(meshes)
     assert {math.prod(each.values()) for each in meshes} == {64}
 
 
 def test_fewer_key_value_heads_than_tensor_are_replicated_and_that_is_said():
-    config = ModelConfig(width=192, heads=12, kv_heads=2)
-    assert mesh.check(config, sizes("tensor=2"), 8, None) == []
-    (note,) = mesh.check(config, sizes("tensor=4"), 8, None)
+    config = RunConfig(model=ModelConfig(width=192, heads=12, kv_heads=2), global_batch=8)
+    assert mesh.check(config, sizes("tensor=2")) == []
+    (note,) = mesh.check(config, sizes("tensor=4"))
     assert note == "2 key-value heads on tensor=4: each is held and computed on 2 devices"
 
 

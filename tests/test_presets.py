@@ -58,13 +58,13 @@ def test_parameters_are_as_megatron_counts_them(name):
 def test_every_preset_trains_on_one_device_and_on_some_mesh_of_eight(name):
     run = preset(name)
     for devices in (1, 8):
-        assert legal_meshes(run.model, devices, run.global_batch, run.micro_batch)
+        assert legal_meshes(run, devices)
     assert run.warmup < run.steps
 
 
 def test_the_demo_trains_on_the_mesh_of_the_readme():
     run = preset("demo")
-    meshes = legal_meshes(run.model, 8, run.global_batch, run.micro_batch)
+    meshes = legal_meshes(run, 8)
     assert {"pipe": 1, "data": 2, "fsdp": 2, "context": 1, "tensor": 2} in meshes
 
 

@@ -37,7 +37,8 @@ def training_batch(
 
     A function of tokens, seed and positions alone: any division of the positions into batches, or among processes,
     gives the same samples. Each epoch begins fewer than seq tokens into the text, at a place of its own, so that a
-    token is not met at the same position of the context every time. Raises UserError where the text is shorter than one sample.
+    token is not met at the same position of the context every time. Raises UserError where the text is shorter than
+    one sample.
     """
     samples = samples_in(tokens, seq)
     starts = sample_indices(seed, first, count, samples) * seq

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxgpt.config import RopeScaling
+from jaxgpt.sharding.named import local, relayout
 
 Kept = tuple[jax.Array | None, ...]
 
@@ -167,7 +168,12 @@ def _kept_mask(
 
 
 def _drop(x: jax.Array, rate: float, *draw: jax.Array) -> jax.Array:
-    return jnp.where(_kept_mask(x.shape, rate, *draw), x * (1 / (1 - rate)), jnp.zeros_like(x))
+    def part(x: jax.Array, *draw: jax.Array) -> jax.Array:
+        return jnp.where(_kept_mask(x.shape, rate, *draw), x * (1 / (1 - rate)), jnp.zeros_like(x))
+
+    *numbers, positions = draw
+    run = local(part, ("batch seq embed", "key", "", "batch", "seq"), "batch seq embed")
+    return run(x, *numbers, relayout(positions, "seq"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

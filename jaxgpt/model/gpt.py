@@ -21,7 +21,6 @@ from jaxgpt.sharding.named import einsum, relayout
 Weights = Mapping[str, jax.Array]
 
 RESIDUAL = "batch seq embed"
-WHOLE = "batch length embed"
 
 POLICIES: dict[str, Any] = {
     "none": None,
@@ -72,7 +71,7 @@ def embed(config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: 
     """Token embeddings, already looked up, to the first block's input. w: of `embedding`."""
     x = looked_up
     if config.positions == "learned":
-        x = x + w["position.weight"].at[c.positions].get(mode="clip")
+        x = x + relayout(w["position.weight"].at[c.positions].get(mode="clip"), "seq embed")
     return _dropout(config, x, c, 0, 0)
 
 
@@ -106,11 +105,11 @@ def block(
 ) -> Float[Array, "B S D"]:
     """One transformer block. layer: its logical index, counted from 0 whatever stage it lies on."""
     with jax.named_scope("attention"):
-        h = relayout(_norm(config, w, "norm1", x), WHOLE)
+        h = _norm(config, w, "norm1", x)
         attended = _dropout(config, _attention(config, w, h, c, kernel), c, layer, 1)
     added = checkpoint_name(x + attended, "attention_added")
     with jax.named_scope("mlp"):
-        h = relayout(_norm(config, w, "norm2", x if config.parallel_residual else added), WHOLE)
+        h = _norm(config, w, "norm2", x if config.parallel_residual else added)
         return added + _dropout(config, _mlp(config, w, h), c, layer, 2)
 
 

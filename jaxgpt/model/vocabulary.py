@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxgpt.sharding.named import local, pmax_tensor, psum_tensor, tensor_index, varying
+from jaxgpt.sharding.named import local, pmax_tensor, psum_tensor, relayout, sum_into, tensor_index, varying
 
-HIDDEN = "batch length embed"
+HIDDEN = "batch seq embed"
+WHOLE = "batch length embed"
 TABLE = "vocab embed"
 TOKENS = "batch length"
 LOGITS = "batch length vocab"
@@ -34,7 +35,7 @@ def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array
 
     def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
         index, mine = _rows(table, tokens)
-        return psum_tensor(jnp.where(mine[..., None], table.at[index].get(mode="clip"), 0))
+        return sum_into(jnp.where(mine[..., None], table.at[index].get(mode="clip"), 0), HIDDEN)
 
     return local(rows, (TABLE, TOKENS), HIDDEN)(table, tokens)
 
@@ -49,7 +50,7 @@ def add_lookup_gradient(
         nowhere = dtable.shape[0]
         return dtable.at[jnp.where(mine, index, nowhere)].add(dx.astype(dtable.dtype), mode="drop")
 
-    return local(add, (TABLE, TOKENS, HIDDEN), TABLE)(dtable, tokens, dx)
+    return local(add, (TABLE, TOKENS, WHOLE), TABLE)(dtable, tokens, relayout(dx, WHOLE))
 
 
 def mask_padding(logits: Float[Array, "*batch V"], vocab: int, first: jax.Array | int = 0) -> Float[Array, "*batch V"]:
@@ -67,7 +68,7 @@ def head_logits(hidden: Float[Array, "B S D"], table: Float[Array, "V D"], vocab
         logits = jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
         return mask_padding(logits, vocab, tensor_index() * table.shape[0])
 
-    return local(product, (HIDDEN, TABLE), LOGITS)(hidden, table)
+    return local(product, (WHOLE, TABLE), LOGITS)(relayout(hidden, WHOLE), table)
 
 
 def _chunk(tokens: int, rows: int) -> int:
@@ -96,13 +97,13 @@ def loss_sum(
 ) -> Float[Array, ""]:
     """Sum of the cross-entropy in nats over targets that are not negative."""
 
-    def whole(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+    def total(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
         def step(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return total + jnp.sum(_cross_entropy(chunk[0], table, chunk[1], vocab)[0]), None
 
         return lax.scan(step, varying(jnp.zeros(()), hidden, targets), _chunks(hidden, table, targets))[0]
 
-    return local(whole, (HIDDEN, TABLE, TOKENS), "")(hidden, table, targets)
+    return local(total, (WHOLE, TABLE, TOKENS), "")(relayout(hidden, WHOLE), table, targets)
 
 
 def _chunks(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,9 +119,8 @@ def loss_and_gradients(
     vocab: int,
 ) -> tuple[Float[Array, ""], Float[Array, "B S D"], Float[Array, "V D"]]:
     """loss_sum, and the gradients of scale * loss_sum: towards hidden in its type, towards the table in fp32."""
-    return local(partial(_loss_and_gradients, vocab=vocab), (HIDDEN, TABLE, TOKENS, ""), ("", HIDDEN, TABLE))(
-        hidden, table, targets, scale
-    )
+    run = local(partial(_loss_and_gradients, vocab=vocab), (WHOLE, TABLE, TOKENS, ""), ("", HIDDEN, TABLE))
+    return run(relayout(hidden, WHOLE), table, targets, scale)
 
 
 def _loss_and_gradients(
@@ -141,4 +141,4 @@ def _loss_and_gradients(
     zeros = varying(jnp.zeros(table.shape, jnp.float32), hidden, table, targets)
     start = (varying(jnp.zeros(()), hidden, targets), zeros)
     (total, dtable), dh = lax.scan(step, start, _chunks(hidden, table, targets))
-    return total, psum_tensor(dh.reshape(hidden.shape)), dtable
+    return total, sum_into(dh.reshape(hidden.shape), HIDDEN), dtable

@@ -28,15 +28,17 @@ class Kept(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The blocks of a stage. dims: named dimensions of one block's weights; split: whether fsdp splits them."""
+    """The blocks of a stage. dims: named dimensions of one block's weights; used, accumulated: the axes over which
+    these and their accumulated gradients lie split."""
 
     block: Block
     dims: dict[str, tuple[str, ...]]
-    split: bool
+    used: tuple[str, ...]
+    accumulated: tuple[str, ...]
 
     def _gathered(self, weights: Weights) -> Weights:
         with jax.named_scope("gather"):
-            return {name: gather(w, self.dims[name], self.split) for name, w in weights.items()}
+            return {name: gather(w, self.dims[name], self.used) for name, w in weights.items()}
 
     def apply(self, weights: Weights, x: jax.Array, first: jax.Array, context: Any) -> jax.Array:
         """Forward alone. weights: stacked over the stage's blocks; first: logical index of the first."""
@@ -69,7 +71,7 @@ class Stage(NamedTuple):
             derivative.opaque_residuals = [kept.inside[place] for place in places]
             dweights, dx, _, _ = derivative(dy)
             with jax.named_scope("reduce"):
-                added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.split) for n, g in dweights.items()}
+                added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.accumulated) for n, g in dweights.items()}
             return dx, added
 
         layers = first + jnp.arange(_blocks(weights))

@@ -1,4 +1,4 @@
-"""FSDP's two collectives over `fsdp`, in a form that leaves a weight's split over `tensor` alone.
+"""The collectives of split parameters (FSDP, ZeRO), in a form that leaves a weight's split over `tensor` alone.
 
 Each is a nested shard_map that is manual over `tensor` as well: without it the compiler adds a gather over `tensor`
 to each.
@@ -10,22 +10,22 @@ from jax import lax
 
 from jaxgpt.sharding.named import nested
 
-FSDP = "fsdp"
+SPLIT = "embed"
+"""The dimension over which parameters are split."""
 
 
-def gather(weight: jax.Array, dims: tuple[str, ...], split: bool) -> jax.Array:
-    """The whole of a weight whose `embed` dimension lies split over fsdp: S -> B, an all-gather."""
-    if not split or "embed" not in dims:
+def gather(weight: jax.Array, dims: tuple[str, ...], axes: tuple[str, ...]) -> jax.Array:
+    """The whole of a weight whose `embed` dimension lies split over axes: S -> B, an all-gather."""
+    if not axes or SPLIT not in dims:
         return weight
     names = " ".join(dims)
-    return nested(lambda w: lax.all_gather(w, FSDP, axis=dims.index("embed"), tiled=True), (names,), names)(weight)
+    return nested(lambda w: lax.all_gather(w, axes, axis=dims.index(SPLIT), tiled=True), (names,), names)(weight)
 
 
-def scatter_sum(gradient: jax.Array, dims: tuple[str, ...], split: bool) -> jax.Array:
-    """The sum over fsdp of a whole gradient, each device its part of `embed`: P -> S, a reduce-scatter in fp32."""
+def scatter_sum(gradient: jax.Array, dims: tuple[str, ...], axes: tuple[str, ...]) -> jax.Array:
+    """The sum over axes of a whole gradient, each device its part of `embed`: P -> S, a reduce-scatter in fp32."""
     gradient = gradient.astype(jnp.float32)
-    if not split or "embed" not in dims:
+    if not axes or SPLIT not in dims:
         return gradient
-    names = " ".join(dims)
-    dim = dims.index("embed")
-    return nested(lambda g: lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True), (names,), names)(gradient)
+    names, dim = " ".join(dims), dims.index(SPLIT)
+    return nested(lambda g: lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True), (names,), names)(gradient)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxgpt.config import ModelConfig
+from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError, require
 
 AXES = ("pipe", "data", "fsdp", "context", "tensor")
@@ -112,35 +112,30 @@ def _alternatives(given: Sizes, devices: int) -> str:
 # Divisibility
 
 
-def check(model: ModelConfig, sizes: Sizes, global_batch: int, micro_batch: int | None) -> list[str]:
+def check(config: RunConfig, sizes: Sizes) -> list[str]:
     """Refuses a mesh that the model or the batch cannot be divided over; returns notes for the user.
 
-    global_batch: sequences a step; micro_batch: sequences a device runs at once, None: all of its share.
     Raises UserError with flag, value and up to three of the nearest legal meshes of as many devices.
     """
-    complaint = next(_complaints(model, sizes, global_batch, micro_batch), None)
+    complaint = next(_complaints(config, sizes), None)
     if complaint is not None:
         devices = math.prod(sizes.values())
-        legal = legal_meshes(model, devices, global_batch, micro_batch)
-        raise UserError(f"{complaint}; {_listed(sizes, legal, devices)}")
-    tensor = sizes["tensor"]
+        raise UserError(f"{complaint}; {_listed(sizes, legal_meshes(config, devices), devices)}")
+    tensor, model = sizes["tensor"], config.model
     if tensor <= model.kv:
         return []
     copies = tensor // model.kv
     return [f"{model.kv} key-value heads on tensor={tensor}: each is held and computed on {copies} devices"]
 
 
-def legal_meshes(model: ModelConfig, devices: int, global_batch: int, micro_batch: int | None) -> list[Sizes]:
+def legal_meshes(config: RunConfig, devices: int) -> list[Sizes]:
     """All meshes of that many devices which check allows."""
-    return [
-        sizes
-        for sizes in _factorisations(devices, AXES)
-        if next(_complaints(model, sizes, global_batch, micro_batch), None) is None
-    ]
+    return [sizes for sizes in _factorisations(devices, AXES) if next(_complaints(config, sizes), None) is None]
 
 
-def _complaints(model: ModelConfig, sizes: Sizes, global_batch: int, micro_batch: int | None) -> Iterator[str]:
+def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     """Each rule that the sizes break, in the order in which a user should hear of them."""
+    model, global_batch, micro_batch = config.model, config.global_batch, config.micro_batch
     mesh, tensor, fsdp = f"--mesh {format_mesh(sizes)}", sizes["tensor"], sizes["fsdp"]
     for axis, reason in NOT_YET.items():
         if sizes[axis] > 1:
@@ -153,8 +148,13 @@ def _complaints(model: ModelConfig, sizes: Sizes, global_batch: int, micro_batch
         yield f"{mesh}: tensor={tensor} must divide the feed-forward width (mlp_width) {model.mlp}"
     if model.padded_vocab % (tensor * sizes["pipe"]):
         yield f"{mesh}: tensor x pipe = {tensor * sizes['pipe']} must divide the padded --vocab {model.padded_vocab}"
-    if model.width % fsdp:
+    if config.zero and model.width % (fsdp * sizes["data"]):
+        product = f"fsdp x data = {fsdp * sizes['data']}"
+        yield f"{mesh}: {product} must divide --width {model.width} with --zero {config.zero}"
+    elif model.width % fsdp:
         yield f"{mesh}: fsdp={fsdp} must divide --width {model.width}"
+    if config.sequence_parallel and model.seq % tensor:
+        yield f"{mesh}: tensor={tensor} must divide --seq {model.seq} with --sequence-parallel"
     shares = sizes["data"] * fsdp
     if global_batch % shares:
         yield f"--global-batch {global_batch}: must be a multiple of data x fsdp = {shares} ({mesh})"

@@ -53,11 +53,21 @@ def einsum(formula: str, x: jax.Array, weight: jax.Array, out: str) -> jax.Array
     """jnp.einsum of activations x [B, S, inputs...] and a weight [inputs..., outputs...] whose result has the named
     dimensions out, laid out as the layout says.
 
-    A contraction over split dimensions is an all-reduce, as Megatron's row split; which collective the gradients need
-    follows from the operands' own layouts. The derivative is written here so that what it keeps are the operands
-    themselves and nothing is held twice, and for the form of the weight's gradient (see _weight_gradient).
+    Which collective that takes follows from the layouts, forward and backward. A contraction over split dimensions is
+    an all-reduce (Megatron's row split); or, where the residual stream's sequence lies split over the same axis, a
+    reduce-scatter, and then x is gathered before it meets a weight (arXiv 2205.05198): forward, and again for the
+    weight's gradient, so that only the split x is kept. The derivative is written here so that what it keeps are the
+    operands themselves and nothing is held twice, and for the form of the weight's gradient.
     """
-    return jnp.einsum(formula, x, weight, out_sharding=spec(out))
+    return jnp.einsum(formula, _whole_sequence(x), weight, out_sharding=spec(out))
+
+
+def _whole_sequence(x: jax.Array) -> jax.Array:
+    """x with its first two dimensions, batch and sequence, split over no typed axis: at most one all-gather."""
+    found = _spec_of(x)
+    if found is None or (found[0] is None and found[1] is None):
+        return x
+    return jax.reshard(x, PartitionSpec(None, None, *found[2:]))
 
 
 def _einsum_forward(formula: str, x: jax.Array, weight: jax.Array, out: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -65,11 +75,11 @@ def _einsum_forward(formula: str, x: jax.Array, weight: jax.Array, out: str) -> 
 
 
 def _einsum_backward(formula: str, out: str, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
-    x, weight = kept
+    (x, weight), dy = kept, _whole_sequence(dy)
     operands, result = formula.split("->")
     left, right = operands.split(",")
     dx = jnp.einsum(f"{result},{right}->{left}", dy, weight, out_sharding=_spec_of(x))
-    return dx, _weight_gradient(x, dy, weight)
+    return dx, _weight_gradient(_whole_sequence(x), dy, weight)
 
 
 def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:
@@ -105,6 +115,17 @@ def nested(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) 
 def psum_tensor(x: jax.Array) -> jax.Array:
     """Sum over the parts on `tensor`, inside a function given to local."""
     return lax.psum(x, TENSOR) if _splits() else x
+
+
+def sum_into(x: jax.Array, dims: str) -> jax.Array:
+    """The sum over `tensor` of whole x, laid out as its named dimensions say: P -> S or P -> B; inside local."""
+    split = _split_dim(dims)
+    return psum_tensor(x) if split is None else lax.psum_scatter(x, TENSOR, scatter_dimension=split, tiled=True)
+
+
+def _split_dim(dims: str) -> int | None:
+    found = spec(dims)
+    return None if found is None or TENSOR not in found else tuple(found).index(TENSOR)
 
 
 def pmax_tensor(x: jax.Array) -> jax.Array:

@@ -29,7 +29,19 @@ DATA = "data.json"
 PARTIAL = ".partial"
 
 CHANGEABLE = frozenset(
-    {"mesh", "micro_batch", "recompute", "steps", "log_every", "eval_every", "eval_tokens", "save_every", "keep"}
+    {
+        "mesh",
+        "micro_batch",
+        "recompute",
+        "zero",
+        "sequence_parallel",
+        "steps",
+        "log_every",
+        "eval_every",
+        "eval_tokens",
+        "save_every",
+        "keep",
+    }
     | {"profile", "prompt"}
 )
 """What a resumed run may be given anew: where and how fast the same numbers are computed, and what is told of them.

@@ -81,7 +81,7 @@ def train(
             if finished := _finished(run, resolved, console):
                 return finished
         dataset.check(resolved.model.seq)
-        mesh.check(resolved.model, sizes, resolved.global_batch, resolved.micro_batch)
+        mesh.check(resolved, sizes)
         program = Program(resolved, mesh.build(sizes, devices))
         resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
         folder.write(run, resolved, asked, dataset)
@@ -118,7 +118,7 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     # As many sequences at once as divide over the devices.
     shares = sizes["data"] * sizes["fsdp"]
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // shares) * shares)
-    mesh.check(config.model, sizes, config.global_batch, None)
+    mesh.check(config, sizes)
     program = Program(config, mesh.build(sizes, devices))
     targets = {"params": program.targets()["params"]}
     restored = restore_last(run / "checkpoints", targets, program.logical, console.fallback)
@@ -134,7 +134,7 @@ def _devices(config: RunConfig, console: Console, training: bool = True) -> tupl
     count = None if open_size else math.prod(mesh.parse(config.mesh).values())
     devices, note = mesh.prepare_devices(count)
     sizes = mesh.parse(config.mesh, len(devices))
-    notes = mesh.check(config.model, sizes, config.global_batch, config.micro_batch) if training else []
+    notes = mesh.check(config, sizes) if training else []
     for one in [note, *notes]:
         if one is not None:
             console.fallback(one)

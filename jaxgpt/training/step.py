@@ -50,7 +50,7 @@ class Step:
 
     @property
     def layout(self) -> Layout:
-        return Layout.of(self.model, self.sizes)
+        return Layout.of(self.config, self.sizes)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -67,11 +67,6 @@ class Step:
         """The table that the head multiplies with."""
         return TOKEN if self.model.tied else HEAD
 
-    @property
-    def split(self) -> bool:
-        """Whether fsdp splits anything."""
-        return self.sizes["fsdp"] > 1
-
     def stage(self, model: ModelConfig) -> Stage:
         """The blocks as a stage; model: with or without dropout."""
         body: Callable[..., jax.Array] = partial(block, model, self.kernel)
@@ -79,26 +74,32 @@ class Step:
         if policy is not None:
             body = jax.checkpoint(body, policy=policy)
         dims = {n.removeprefix(BLOCKS): d[1:] for n, d in self.dims.items() if n.startswith(BLOCKS)}
-        return Stage(body, dims, self.split)
+        return Stage(body, dims, self.layout.used, self.layout.accumulated)
 
-    def weights(self, params: Arrays) -> Arrays:
-        """Parameters as computed with: fused, matrices in the type of computation, and typed as different on every
-        device, so that no gradient is reduced before the program says so."""
+    def at_rest(self, params: Arrays) -> Arrays:
+        """Parameters fused, matrices in the type of computation, split as they are at rest; and typed as different on
+        every device, so that no gradient is reduced before the program says so."""
         matrices = {name for name, d in self.dims.items() if {"embed", "vocab"} & set(d)}
         fused = fuse(self.model, self.layout.kv_heads, params)
         cast = {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
         return {n: varying(w, axes=self.axes) for n, w in cast.items()}
 
+    def weights(self, at_rest: Arrays) -> Arrays:
+        """Weights between their uses: gathered, once a step, over the axes that split only what is at rest."""
+        once = self.layout.rest[len(self.layout.used) :]
+        with jax.named_scope("gather"):
+            return {n: gather(w, self.dims[n], once) for n, w in at_rest.items()}
+
     def ends(self, weights: Arrays) -> Arrays:
         """Embedding, final norm and head, whole over fsdp."""
         with jax.named_scope("gather"):
             names = [n for n in weights if not n.startswith(BLOCKS)]
-            return {n: gather(weights[n], self.dims[n], self.split) for n in names}
+            return {n: gather(weights[n], self.dims[n], self.layout.used) for n in names}
 
     def hidden(self, params: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Forward alone and without dropout: the final norm's output for tokens [B, S], and the head's table."""
         model = replace(self.model, dropout=0.0)
-        weights = self.weights(params)
+        weights = self.weights(self.at_rest(params))
         ends, tokens = self.ends(weights), varying(tokens, axes=self.axes)
         nobody = jnp.zeros(tokens.shape[0], jnp.int32)
         c = context(model, nobody, jnp.arange(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
@@ -125,29 +126,34 @@ class Step:
         dends = {n: dends[n] + dembedding[n] for n in ends} | {self.head: dhead}
         table = dhead if model.tied else jnp.zeros_like(ends[TOKEN], dtype=jnp.float32)
         dends[TOKEN] = add_lookup_gradient(varying(table, axes=self.axes), batch["inputs"], dx)
-        added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.split) for n, g in dends.items()}
+        added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.layout.accumulated) for n, g in dends.items()}
         return loss + sums, added | {BLOCKS + n: g for n, g in dblocks.items()}
 
     def loss_and_gradients(self, params: Arrays, batch: Arrays, step: jax.Array) -> tuple[jax.Array, Arrays, jax.Array]:
         """Loss (a sum over the valid tokens of the global batch, divided once), its gradients, and those tokens."""
-        weights = self.weights(params)
+        at_rest = self.at_rest(params)
+        weights = self.weights(at_rest)
         tokens = self.total(jnp.sum(batch["targets"] >= 0))
         scale = varying(1 / jnp.maximum(tokens, 1).astype(jnp.float32), axes=self.axes)
         key = varying(dropout_key(self.config.seed, step), axes=self.axes)
         batch = {n: varying(a, axes=self.axes) for n, a in batch.items()}
-        zeros = {n: varying(jnp.zeros_like(w, dtype=jnp.float32), axes=self.axes) for n, w in weights.items()}
+        like = at_rest if self.layout.accumulated == self.layout.rest else weights
+        zeros = {n: varying(jnp.zeros_like(w, dtype=jnp.float32), axes=self.axes) for n, w in like.items()}
         carry = (varying(jnp.zeros(()), axes=self.axes), zeros)
         schedule = accumulation(batch["inputs"].shape[0])
         loss, gradients = run(schedule, partial(self.both, weights, scale, key), carry, batch)
         with jax.named_scope("reduce"):
             loss = self.total(loss * scale)
-            reduced = {n: _psum(g, self.replicated(n)) for n, g in gradients.items()}
+            reduced = {n: self.reduced(n, g) for n, g in gradients.items()}
         return loss, unfuse_gradients(self.model, self.layout.kv_heads, params, reduced), tokens
 
-    def replicated(self, name: str) -> tuple[str, ...]:
-        """Manual axes over which a weight is whole, and its gradient still to be summed."""
-        split = split_axes(self.layout.manual(self.dims[name]))
-        return tuple(axis for axis in self.axes if axis not in split)
+    def reduced(self, name: str, gradient: jax.Array) -> jax.Array:
+        """The accumulated gradient, summed over the axes that are left: scattered where its parameter lies split at
+        rest, whole where that is whole."""
+        dims, left = self.dims[name], self.layout.rest[len(self.layout.accumulated) :]
+        gradient = scatter_sum(gradient, dims, left)
+        split = split_axes(self.layout.manual(dims))
+        return _psum(gradient, tuple(axis for axis in self.axes if axis not in split))
 
     def total(self, x: jax.Array) -> jax.Array:
         """Sum over all devices of the manual axes."""
