@@ -39,7 +39,7 @@ class Run:
 
     def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
         """Logits of params for tokens [B, S], any B, any S up to the context length."""
-        return self._forward(params, self._checked(np.asarray(tokens)))[: len(tokens), :, : self.config.model.vocab]
+        return self._forward(params, self._checked(np.asarray(tokens)))[..., : self.config.model.vocab]
 
     def _checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
         model = self.config.model
@@ -50,10 +50,11 @@ class Run:
         return tokens.astype(np.int32)
 
     def _forward(self, params: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
-        shards = self.program.sizes["data"] * self.program.sizes["fsdp"]
-        padded = np.pad(tokens, ((0, -len(tokens) % shards), (0, 0)))
+        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.program.divisors, strict=True))
+        padded = np.pad(tokens, ((0, rows), (0, columns)))
         logits = self.program.logits(params, self.program.place_tokens(padded))
-        return jax.device_put(logits, jax.sharding.NamedSharding(self.program.mesh, jax.sharding.PartitionSpec()))
+        whole = jax.device_put(logits, jax.sharding.NamedSharding(self.program.mesh, jax.sharding.PartitionSpec()))
+        return self.program.text_order(whole)[: tokens.shape[0], : tokens.shape[1]]
 
     def generate(
         self,

@@ -1,60 +1,120 @@
-"""The attention kernel on split heads, with what it keeps computed again or handed out."""
+"""Attention kernels on split heads, whole and round a ring, against scores in the open."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import LLAMA, run_config
 
-from jaxgpt.model import attention
+from jaxgpt.model import attention, blocked
+from jaxgpt.sharding import ring
 from jaxgpt.sharding.layout import MANUAL, Layout
 from jaxgpt.sharding.mesh import build, parse
 from jaxgpt.sharding.named import layout
 
+pytestmark = pytest.mark.core
 
-def inputs() -> tuple[jax.Array, ...]:
+SEQ = 32
+
+
+def inputs() -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), 4)
-    return tuple(jax.random.normal(k, (4, 16, heads, 8)) for k, heads in zip(keys, (8, 4, 4, 8), strict=True))
+    return [jax.random.normal(k, (4, SEQ, heads, 8)) for k, heads in zip(keys, (8, 4, 4, 8), strict=True)]
 
 
 def plainly(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
     k, v = (jnp.repeat(x, 2, 2) for x in (k, v))
-    distance = jnp.arange(16)[:, None] - jnp.arange(16)
-    seen = (distance >= 0) & (distance < (window or 16))
+    distance = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)
+    seen = (distance >= 0) & (distance < (window or SEQ))
     scores = jnp.where(seen, jnp.einsum("bsnk,btnk->bnst", q, k) / 8**0.5, -jnp.inf)
     return jnp.einsum("bnst,btnk->bsnk", jax.nn.softmax(scores), v)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("kernel", ["xla", "cudnn", "blocked"])
-@pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=4"])
-def test_output_and_gradients(monkeypatch: pytest.MonkeyPatch, mesh: str, kernel: str, window: int | None) -> None:
-    if kernel == "cudnn":  # its path, which hands out what the kernel keeps, with a kernel that a CPU has
-        real = attention.jax.nn.dot_product_attention
+def fused(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """A kernel that keeps what the fused one on GPUs keeps: inputs, log-sum-exp [B, N, S], output."""
+    causal, reach = options["is_causal"], options["local_window_size"]
+    window = None if reach is None else reach[0] + 1
 
-        def plain_kernel(*x: jax.Array, implementation: str, **more: object) -> jax.Array:
-            return real(*x, implementation="xla", **more)
+    @jax.custom_vjp
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return blocked.forward(q, k, v, causal, window)[0]
 
-        monkeypatch.setattr(attention.jax.nn, "dot_product_attention", plain_kernel)
-    monkeypatch.setattr(attention.blocked, "QUERIES", 4)  # several blocks
-    monkeypatch.setattr(attention.blocked, "CACHED_SCORES", 1024)  # several groups of samples
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        out, sums = blocked.forward(q, k, v, causal, window)
+        return out, (q, k, v, jnp.swapaxes(sums, 1, 2), out)
+
+    def backward(kept: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, sums, out = kept
+        return blocked.backward(q, k, v, out, jnp.swapaxes(sums, 1, 2), dout, causal, window)
+
+    kernel.defvjp(forward, backward)
+    return kernel(q, k, v)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "QUERIES", 4)  # several blocks of queries
+    monkeypatch.setattr(blocked, "CACHED_SCORES", 1024)  # several groups of samples
+
+
+CASES = [
+    ("data=1", None),
+    ("data=1", 5),
+    ("data=2,tensor=4", None),
+    ("data=2,tensor=4", 5),
+    ("context=2", None),
+    ("context=2,tensor=2", None),
+    ("context=8", None),
+]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+@pytest.mark.parametrize(("mesh", "window"), CASES)
+def test_output_and_gradients(monkeypatch: pytest.MonkeyPatch, mesh: str, window: int | None, kernel: str) -> None:
+    if kernel == "cudnn":
+        monkeypatch.setattr(jax.nn, "dot_product_attention", fused)
     sizes = parse(mesh)
     devices = build(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
-    rules = Layout.of(run_config(LLAMA), sizes).typed()
+    rules = Layout.of(run_config(LLAMA), sizes)
 
     def inside(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
-        with layout(rules):
+        with layout(rules.typed(), rules.sequence):
             out, derivative = jax.vjp(lambda *x: attention.attention(*x, kernel, window), q, k, v)
             return out, *derivative(dout)
 
-    spec, heads = P("data"), P("data", None, "tensor")
+    spec = P("data", "context")
     over = jax.jit(jax.shard_map(inside, mesh=devices, in_specs=spec, out_specs=spec, axis_names=set(MANUAL)))
+    places = ring.order(SEQ, sizes["context"])
+    heads = NamedSharding(devices, P("data", "context", "tensor"))
+    found = over(*(jax.device_put(np.asarray(x)[:, places], heads) for x in inputs()))
     q, k, v, dout = inputs()
-    placed = [jax.device_put(x, jax.sharding.NamedSharding(devices, heads)) for x in (q, k, v, dout)]
     wanted, derivative = jax.vjp(lambda *x: plainly(*x, window), q, k, v)
-    for ours, theirs in zip(over(*placed), (wanted, *derivative(dout)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(found, (wanted, *derivative(dout)), strict=True):
+        np.testing.assert_allclose(np.asarray(ours)[:, np.argsort(places)], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fused_kernel_that_keeps_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of JAX whose kernel keeps no output would make wrong gradients in silence."""
+
+    def other(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+        return plainly(q, k, v, None)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", other)
+    q, k, v, dout = inputs()
+    with pytest.raises(RuntimeError, match="does not keep its output"):
+        attention.Part("cudnn").backward(q, k, v, q, q[..., 0], dout)
+
+
+def test_the_split_sequence_gives_every_device_as_much_to_attend_to() -> None:
+    places = ring.order(64, 4).reshape(4, 16)
+    assert sorted(places.ravel().tolist()) == list(range(64))
+    pairs = [sum(int(p) + 1 for p in device) for device in places]
+    assert len(set(pairs)) == 1
 
 
 def test_the_kernel_is_chosen_by_device_and_type() -> None:

@@ -127,7 +127,8 @@ def test_format_and_parse_are_inverse_on_every_mesh(devices):
         ("data=4,fsdp=2", {}, 12, None, "--global-batch 12: must be a multiple of data x fsdp = 8"),
         ("data=4", {}, 24, 4, "--micro-batch 4: must divide a device's share of --global-batch, 6"),
         ("pipe=2", {}, 16, None, "pipe must be 1, since pipelines are not yet built"),
-        ("context=2", {}, 16, None, "context must be 1, since"),
+        ("context=3", {}, 16, None, "2 x context = 6 must divide --seq 64"),
+        ("context=2", {"window": 8}, 16, None, "context must be 1 for a model with a window, 8"),
     ],
 )
 def test_check_refuses(text, model, batch, micro, says):
@@ -142,7 +143,7 @@ def test_check_refuses(text, model, batch, micro, says):
     ("text", "fields", "says"),
     [
         ("data=8,fsdp=5", {"zero": 1, "global_batch": 40}, "fsdp x data = 40 must divide --width 192 with --zero 1"),
-        ("tensor=3", {"sequence_parallel": True}, "tensor=3 must divide --seq 32 with --sequence-parallel"),
+        ("tensor=3", {"sequence_parallel": True}, "context x tensor = 3 must divide --seq 32 with --sequence-parallel"),
     ],
 )
 def test_check_refuses_what_zero_and_sequence_parallelism_cannot_divide(text, fields, says):
@@ -153,7 +154,7 @@ def test_check_refuses_what_zero_and_sequence_parallelism_cannot_divide(text, fi
 def test_the_error_names_legal_meshes_of_as_many_devices_nearest_first():
     message = refused(RUN, sizes("tensor=8"), call=mesh.check)
     texts = message.partition("nearest for 8 devices: ")[2].split(" or ")
-    assert texts == ["data=2,tensor=4", "fsdp=2,tensor=4", "data=4,tensor=2"]
+    assert texts == ["data=2,tensor=4", "fsdp=2,tensor=4", "context=2,tensor=4"]
     for text in texts:
         mesh.check(RUN, mesh.parse(text, 8))
 
@@ -170,7 +171,10 @@ def test_legal_meshes_are_exactly_those_that_check_allows():
         mesh.format_mesh(each) for each in mesh.legal_meshes(RunConfig(model=MODEL, global_batch=6, micro_batch=3), 4)
     ]
     # data x fsdp = 4 does not divide the batch of 6; 2 leaves 3, which one microbatch of 3 takes
-    assert sorted(legal) == ["data=2,tensor=2", "fsdp=2,tensor=2", "tensor=4"]
+    splits = [text for text in legal if "context" not in text]
+    assert sorted(splits) == ["data=2,tensor=2", "fsdp=2,tensor=2", "tensor=4"]
+    assert "context=2,tensor=2" in legal
+    assert not any("pipe" in text for text in legal)
 
 
 def test_every_legal_mesh_has_the_devices_asked_for():

@@ -31,9 +31,23 @@ OPPOSITES = (
 )
 """(family, tied, dropout) and its opposite: with both on every mesh, each value meets each mesh and each other."""
 CASES = [
-    (mesh, *case, accumulated)
+    (mesh, {}, *case, accumulated)
     for number, mesh in enumerate(MESHES)
     for case, accumulated in zip(OPPOSITES[number % 3], ((1, 4), (4, 1))[number % 2], strict=True)
+]
+SPLITS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("tensor=4", {"sequence_parallel": True}),
+    ("data=4", {"zero": 1}),
+    ("data=2,fsdp=2", {"zero": 2}),
+    ("data=4,tensor=2", {"zero": 3}),
+    ("context=4", {}),
+    ("data=2,context=2,tensor=2", {"sequence_parallel": True, "zero": 1}),
+    ("fsdp=2,context=2,tensor=2", {"sequence_parallel": True, "recompute": "selective"}),
+    ("data=2,fsdp=2,tensor=2", {"sequence_parallel": True, "zero": 2, "recompute": "full"}),
+)
+CASES += [
+    (mesh, split, *OPPOSITES[number % 3][number // 3 % 2], (4, 1)[number % 2])
+    for number, (mesh, split) in enumerate(SPLITS)
 ]
 
 
@@ -52,13 +66,13 @@ def shares(mesh: str) -> int:
     return int(sizes.get("data", 1)) * int(sizes.get("fsdp", 1))
 
 
-@pytest.mark.parametrize(("mesh", "family", "tied", "dropout", "microbatches"), CASES)
+@pytest.mark.parametrize(("mesh", "split", "family", "tied", "dropout", "microbatches"), CASES)
 def test_a_mesh_computes_what_one_device_does(
-    mesh: str, family: str, tied: bool, dropout: float, microbatches: int
+    mesh: str, split: dict[str, object], family: str, tied: bool, dropout: float, microbatches: int
 ) -> None:
     config = configuration(family, tied, dropout)
     micro = config.global_batch // shares(mesh) // microbatches
-    found = parity.trace(dataclasses.replace(config, micro_batch=micro), mesh, batches(config, 5))
+    found = parity.trace(dataclasses.replace(config, micro_batch=micro, **split), mesh, batches(config, 5))
     wrong = [d for d in parity.differences(on_one_device(family, tied, dropout), found) if not d.holds]
     assert not wrong
 

@@ -6,13 +6,16 @@ Letters: B batch, S queries and keys, N query heads, M key-value heads, K head w
 """
 
 import functools
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxgpt.model import blocked
-from jaxgpt.sharding.named import local
+from jaxgpt.sharding import ring
+from jaxgpt.sharding.named import local, sequence_axis
 
 QUERIES = "batch length heads head"
 KEYS = "batch length kv_heads head"
@@ -20,91 +23,63 @@ KEYS = "batch length kv_heads head"
 SUMS = "batch length heads"
 
 KERNELS = ("cudnn", "xla", "blocked")
-"""cudnn: jax.nn.dot_product_attention's fused GPU kernel, which hands out what it keeps. xla: the same function in
-plain operations; its backward computes the scores again. blocked: jaxgpt.model.blocked, for CPUs."""
+"""cudnn: the fused GPU kernel of jax.nn.dot_product_attention. xla: the same function in plain operations. blocked:
+jaxgpt.model.blocked, for CPUs. All keep the same for their backward: the output and each query's log-sum-exp."""
 
 
 def kernel_for(platform: str, dtype: str) -> str:
-    """cudnn on GPUs in 16-bit types, which it needs, else xla; blocked on CPUs."""
-    if platform in ("gpu", "cuda", "rocm"):
-        return "cudnn" if dtype == "bf16" and platform != "rocm" else "xla"
+    """cudnn on NVIDIA's GPUs in 16-bit types, which it needs; blocked on CPUs; xla elsewhere."""
+    if platform in ("gpu", "cuda") and dtype == "bf16":
+        return "cudnn"
     return "blocked" if platform == "cpu" else "xla"
 
 
-def _core(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None) -> jax.Array:
-    reach = None if window is None else (window - 1, 0)
-    implementation: Literal["cudnn", "xla"] = "cudnn" if kernel == "cudnn" else "xla"
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=reach, implementation=implementation)
+@dataclass(frozen=True)
+class Part:
+    """Attention of a device's own heads to some keys. causal: query i sees key i and those before it, at most window
+    of them; else every query sees every key."""
+
+    kernel: str
+    causal: bool = True
+    window: int | None = None
+
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Output [B, S, N, K], and fp32 log-sum-exp of each query's scores [B, S, N]."""
+        if self.kernel == "blocked":
+            return blocked.forward(q, k, v, self.causal, self.window)
+        if self.kernel == "xla":
+            return jax.nn.dot_product_attention(q, k, v, return_residual=True, **self._options())
+        out, derivative = self._derived(q, k, v)
+        sums = next(r for r in derivative.opaque_residuals if _is_sums(r, q))
+        return out, jnp.swapaxes(sums, 1, 2)
+
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array, dout: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gradients towards q, k and v. out, sums: over all keys that the queries see, of which these may be a part."""
+        if self.kernel != "cudnn":
+            return blocked.backward(q, k, v, out, sums, dout, self.causal, self.window)
+        own_out, derivative = self._derived(q, k, v)  # for its structure alone: what it computes is replaced
+        own = derivative.opaque_residuals
+        if not any(r is own_out for r in own):
+            raise RuntimeError("the fused kernel does not keep its output as this version of JAX's did")
+        by_head = jnp.swapaxes(sums, 1, 2)
+        derivative.opaque_residuals = [out if r is own_out else by_head if _is_sums(r, q) else r for r in own]
+        dq, dk, dv = derivative(dout)
+        return dq, dk, dv
+
+    def _derived(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        return jax.vjp(lambda *x: jax.nn.dot_product_attention(*x, **self._options()), q, k, v)
+
+    def _options(self) -> dict[str, Any]:
+        reach = None if self.window is None else (self.window - 1, 0)
+        implementation = "cudnn" if self.kernel == "cudnn" else "xla"
+        return {"is_causal": self.causal, "local_window_size": reach, "implementation": implementation}
 
 
-def _derived(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None) -> tuple[jax.Array, Any]:
-    """jax.nn's output and its derivative."""
-    return jax.vjp(functools.partial(_core, kernel=kernel, window=window), q, k, v)
-
-
-def _handed_out(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None) -> list[str | None]:
-    """The named dimensions of each array that jax.nn's kernel keeps; None for constants, which are made again.
-
-    The dimension of heads is the one that doubles when the heads do.
-    """
-
-    def shapes(times: int) -> list[tuple[int, ...]]:
-        double = [jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * times, x.shape[3]), x.dtype) for x in (q, k, v)]
-        return [r.shape for r in jax.eval_shape(inside, *double)]
-
-    def inside(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        return list(_derived(q, k, v, kernel, window)[1].opaque_residuals)
-
-    def names(one: tuple[int, ...], two: tuple[int, ...]) -> str | None:
-        dims = ["heads" if a != b else "head" for a, b in zip(one, two, strict=True)]
-        return " ".join(dims) if "heads" in dims else None
-
-    return [names(one, two) for one, two in zip(shapes(1), shapes(2), strict=True)]
-
-
-def _forward_local(
-    q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None, dims: list[str | None]
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Output and what is kept of a device's own heads; dims: of _handed_out."""
-    if kernel == "blocked":
-        out, sums = blocked.forward(q, k, v, window)
-        return out, [out, sums]
-    if kernel == "xla":
-        return _core(q, k, v, kernel, window), []
-    out, derivative = _derived(q, k, v, kernel, window)
-    return out, [r for r, names in zip(derivative.opaque_residuals, dims, strict=True) if names]
-
-
-def _backward_local(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    kept: list[jax.Array],
-    dout: jax.Array,
-    kernel: str,
-    window: int | None,
-    dims: list[str | None],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of a device's own heads."""
-    if kernel == "blocked":
-        out, sums = kept
-        return blocked.backward(q, k, v, out, sums, dout, window)
-    _, derivative = _derived(q, k, v, kernel, window)
-    if kernel == "cudnn":
-        handed, own = iter(kept), derivative.opaque_residuals
-        derivative.opaque_residuals = [next(handed) if names else r for r, names in zip(own, dims, strict=True)]
-    dq, dk, dv = derivative(dout)
-    return dq, dk, dv
-
-
-def _kept_dims(
-    q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None
-) -> tuple[list[str | None], list[str]]:
-    """What jax.nn's kernel keeps, and the named dimensions of what is handed out."""
-    if kernel == "blocked":
-        return [], [QUERIES, SUMS]
-    dims = _handed_out(q, k, v, kernel, window) if kernel == "cudnn" else []
-    return dims, [names for names in dims if names]
+def _is_sums(x: jax.Array, q: jax.Array) -> bool:
+    """Whether this is what the fused kernel keeps of each query's scores, [B, N, S]."""
+    return x.shape == (q.shape[0], q.shape[2], q.shape[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -113,26 +88,28 @@ def attention(
 ) -> Float[Array, "B S N K"]:
     """softmax(q k^T / sqrt(K)) v over what each position may see: itself and all before it, or window - 1 of them.
 
-    Query heads share key-value heads in consecutive groups of N / M (arXiv 2305.13245).
+    Query heads share key-value heads in consecutive groups of N / M (arXiv 2305.13245). Where the sequence lies split,
+    the parts of it pass round a ring.
     """
     return _forward(q, k, v, kernel, window)[0]
 
 
-Kept = tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]
+Kept = tuple[jax.Array, ...]
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None) -> tuple[jax.Array, Kept]:
-    dims, kept_dims = _kept_dims(q, k, v, kernel, window)
-    run = functools.partial(_forward_local, kernel=kernel, window=window, dims=dims)
-    out, kept = local(run, (QUERIES, KEYS, KEYS), (QUERIES, kept_dims))(q, k, v)
-    return out, (q, k, v, kept)
+    run: Any = Part(kernel, window=window).forward
+    if sequence_axis():
+        run = functools.partial(ring.forward, Part(kernel), Part(kernel, causal=False))
+    out, sums = local(run, (QUERIES, KEYS, KEYS), (QUERIES, SUMS))(q, k, v)
+    return out, (q, k, v, out, sums)
 
 
 def _backward(kernel: str, window: int | None, kept: Kept, dout: jax.Array) -> tuple[jax.Array, ...]:
-    q, k, v, inside = kept
-    dims, kept_dims = _kept_dims(q, k, v, kernel, window)
-    run = functools.partial(_backward_local, kernel=kernel, window=window, dims=dims)
-    return local(run, (QUERIES, KEYS, KEYS, kept_dims, QUERIES), (QUERIES, KEYS, KEYS))(q, k, v, inside, dout)
+    run: Any = Part(kernel, window=window).backward
+    if sequence_axis():
+        run = functools.partial(ring.backward, Part(kernel), Part(kernel, causal=False))
+    return local(run, (QUERIES, KEYS, KEYS, QUERIES, SUMS, QUERIES), (QUERIES, KEYS, KEYS))(*kept, dout)
 
 
 attention.defvjp(_forward, _backward)

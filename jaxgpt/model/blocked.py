@@ -1,10 +1,13 @@
-"""Exact causal attention for CPUs: a few samples at a time, whose scores stay in the cache, in blocks of queries that
-see their own prefix of keys alone.
+"""Exact attention for CPUs: a few samples at a time, whose scores stay in the cache, in blocks of queries that, where
+attention is causal, see their own prefix of keys alone.
 
 What it keeps is what a fused GPU kernel keeps (arXiv 2205.14135): the output and the log-sum-exp of each query's
 scores, from which the backward computes the probabilities again. No array of queries x keys outlives a block.
-Letters: B samples, S sequence, M key-value heads, G query heads of each, T queries of a block, K head width.
+Letters: B samples, S queries, U keys (causal: the same), M key-value heads, G query heads of each, T queries of a
+block, K head width.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +19,25 @@ CACHED_SCORES = 2**19
 QUERIES = 128
 """Queries in a block: the fewer, the less of the upper triangle is computed in vain, and the smaller the products."""
 
-Block = tuple[int, int, int]
-"""First query, the query after the last, and the first key that any of them sees."""
+
+class Block(NamedTuple):
+    """Queries first .. last - 1 and the keys begin .. end - 1 that any of them sees."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
 
 
-def _blocks(seq: int, window: int | None) -> list[Block]:
-    count = max(1, min(8, seq // QUERIES))
-    while seq % count:
+def _blocks(queries: int, keys: int, causal: bool, window: int | None) -> list[Block]:
+    count = max(1, min(8, queries // QUERIES))
+    while queries % count:
         count -= 1
-    size = seq // count
-    return [(i * size, (i + 1) * size, 0 if window is None else max(0, i * size - window + 1)) for i in range(count)]
+    size = queries // count
+    firsts = range(0, queries, size)
+    if not causal:
+        return [Block(first, first + size, 0, keys) for first in firsts]
+    return [Block(f, f + size, 0 if window is None else max(0, f - window + 1), f + size) for f in firsts]
 
 
 def _group(samples: int, scores: int) -> int:
@@ -33,11 +45,13 @@ def _group(samples: int, scores: int) -> int:
     return next(g for g in range(samples, 0, -1) if samples % g == 0 and (g == 1 or g * scores <= CACHED_SCORES))
 
 
-def _scores(q: jax.Array, k: jax.Array, block: Block, window: int | None) -> jax.Array:
-    """[B, M, G, T, keys], masked. q is scaled."""
-    first, last, reach = block
-    scores = jnp.einsum("bmgtk,bmsk->bmgts", q[..., first:last, :], k[..., reach:last, :])
-    distance = jnp.arange(first, last)[:, None] - jnp.arange(reach, last)
+def _scores(q: jax.Array, k: jax.Array, block: Block, causal: bool, window: int | None) -> jax.Array:
+    """fp32 [B, M, G, T, keys], masked. q is scaled."""
+    queries, keys = q[..., block.first : block.last, :], k[..., block.begin : block.end, :]
+    scores = jnp.einsum("bmgtk,bmsk->bmgts", queries, keys, preferred_element_type=jnp.float32)
+    if not causal:
+        return scores
+    distance = jnp.arange(block.first, block.last)[:, None] - jnp.arange(block.begin, block.end)
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return jnp.where(seen, scores, -1e30)
 
@@ -55,21 +69,25 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def forward(
-    q: Float[Array, "B S N K"], k: Float[Array, "B S M K"], v: Float[Array, "B S M K"], window: int | None
+    q: Float[Array, "B S N K"],
+    k: Float[Array, "B U M K"],
+    v: Float[Array, "B U M K"],
+    causal: bool,
+    window: int | None,
 ) -> tuple[Float[Array, "B S N K"], Float[Array, "B S N"]]:
-    """Output, and log-sum-exp of each query's scores."""
+    """Output, and fp32 log-sum-exp of each query's scores."""
 
     def some(_: None, each: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, jax.Array]]:
         q, k, v = _grouped(each[0], k_heads), *(jnp.moveaxis(x, 1, 2) for x in each[1:])
         q = q * q.shape[-1] ** -0.5
         outs, sums = [], []
-        for block in _blocks(q.shape[-2], window):
-            scores = _scores(q, k, block, window)
+        for block in _blocks(q.shape[-2], k.shape[-2], causal, window):
+            scores = _scores(q, k, block, causal, window)
             highest = jnp.max(scores, -1, keepdims=True)
             powers = jnp.exp(scores - highest)
             total = jnp.sum(powers, -1, keepdims=True)
-            values = v[..., block[2] : block[1], :]
-            outs.append(jnp.einsum("bmgts,bmsk->bmgtk", powers, values) / total)
+            values = v[..., block.begin : block.end, :]
+            outs.append((jnp.einsum("bmgts,bmsk->bmgtk", powers.astype(v.dtype), values) / total).astype(v.dtype))
             sums.append((highest + jnp.log(total))[..., 0])
         return None, (_flat(jnp.concatenate(outs, -2)), _flat(jnp.concatenate(sums, -1)))
 
@@ -80,20 +98,22 @@ def forward(
 
 def backward(
     q: Float[Array, "B S N K"],
-    k: Float[Array, "B S M K"],
-    v: Float[Array, "B S M K"],
+    k: Float[Array, "B U M K"],
+    v: Float[Array, "B U M K"],
     out: Float[Array, "B S N K"],
     sums: Float[Array, "B S N"],
     dout: Float[Array, "B S N K"],
+    causal: bool,
     window: int | None,
-) -> tuple[Float[Array, "B S N K"], Float[Array, "B S M K"], Float[Array, "B S M K"]]:
-    """Gradients towards q, k and v from what forward returned."""
+) -> tuple[Float[Array, "B S N K"], Float[Array, "B U M K"], Float[Array, "B U M K"]]:
+    """Gradients towards q, k and v from what forward returned; or, where these keys are a part of those that out and
+    sums speak of, the part's share of them."""
     heads = k.shape[2]
 
     def some(_: None, each: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, ...]]:
         q, out, sums, dout = (_grouped(x, heads) for x in (each[0], each[3], each[4], each[5]))
         k, v = (jnp.moveaxis(x, 1, 2) for x in each[1:3])
-        dq, dk, dv = _backward_of_some(q, k, v, out, sums, dout, window)
+        dq, dk, dv = _backward_of_some(q, k, v, out, sums, dout, causal, window)
         return None, (_flat(dq), jnp.moveaxis(dk, 1, 2), jnp.moveaxis(dv, 1, 2))
 
     dq, dk, dv = lax.scan(some, None, _in_groups(q, k, v, out, sums, dout))[1]
@@ -106,21 +126,30 @@ def _in_groups(q: jax.Array, k: jax.Array, *rest: jax.Array) -> tuple[jax.Array,
 
 
 def _backward_of_some(
-    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array, dout: jax.Array, window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    sums: jax.Array,
+    dout: jax.Array,
+    causal: bool,
+    window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq [B, M, G, S, K]; dk, dv [B, M, S, K]."""
-    scale, seq = q.shape[-1] ** -0.5, q.shape[-2]
+    """dq [B, M, G, S, K]; dk, dv [B, M, U, K]."""
+    scale, keys = q.shape[-1] ** -0.5, k.shape[-2]
     q = q * scale
-    delta = jnp.sum(dout * out, -1, keepdims=True)
+    delta = jnp.sum(dout.astype(jnp.float32) * out, -1, keepdims=True)
     # queries last: the products below then read both operands along their rows
     across_q, across_dout = jnp.swapaxes(q, -1, -2), jnp.swapaxes(dout, -1, -2)
     dqs, dk, dv = [], [], []
-    for first, last, reach in _blocks(seq, window):
-        powers = jnp.exp(_scores(q, k, (first, last, reach), window) - sums[..., first:last, None])
-        dprobabilities = jnp.einsum("bmgtk,bmsk->bmgts", dout[..., first:last, :], v[..., reach:last, :])
-        dscores = powers * (dprobabilities - delta[..., first:last, :])
-        dqs.append(jnp.einsum("bmgts,bmsk->bmgtk", dscores, k[..., reach:last, :]))
-        place = ((0, 0),) * 3 + ((reach, seq - last),)
+    for block in _blocks(q.shape[-2], keys, causal, window):
+        first, last, begin, end = block
+        powers = jnp.exp(_scores(q, k, block, causal, window) - sums[..., first:last, None])
+        dprobabilities = jnp.einsum("bmgtk,bmsk->bmgts", dout[..., first:last, :], v[..., begin:end, :])
+        dscores = (powers * (dprobabilities - delta[..., first:last, :])).astype(q.dtype)
+        dqs.append(jnp.einsum("bmgts,bmsk->bmgtk", dscores, k[..., begin:end, :]))
+        place = ((0, 0),) * 3 + ((begin, keys - end),)
         dk.append(jnp.pad(jnp.einsum("bmgkt,bmgts->bmks", across_q[..., first:last], dscores), place))
-        dv.append(jnp.pad(jnp.einsum("bmgkt,bmgts->bmks", across_dout[..., first:last], powers), place))
+        seen = powers.astype(q.dtype)
+        dv.append(jnp.pad(jnp.einsum("bmgkt,bmgts->bmks", across_dout[..., first:last], seen), place))
     return jnp.concatenate(dqs, -2) * scale, jnp.swapaxes(sum(dk), -1, -2), jnp.swapaxes(sum(dv), -1, -2)

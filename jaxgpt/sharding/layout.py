@@ -72,6 +72,8 @@ class Layout:
     activations: Mapping[str, Axis]
     kv_heads: int
     """Key-value heads as computed with: replicated up to the `tensor` axis where the model has fewer."""
+    sequence: tuple[str, int] | None
+    """The manual axis over which the sequence lies split, and its size, where that is more than one."""
     axes: tuple[str, ...]
     """The manual axes that have more than one device: those over which values differ and sums are taken."""
     rest: tuple[str, ...]
@@ -100,6 +102,7 @@ class Layout:
             {d: _present(axis, sizes) for d, axis in rows.items()},
             {d: _present(axis, sizes) for d, axis in activations.items()},
             max(config.model.kv, sizes["tensor"]),
+            ("context", sizes["context"]) if sizes["context"] > 1 else None,
             tuple(axis for axis in MANUAL if sizes[axis] > 1),
             rest,
             accumulated,

@@ -18,7 +18,7 @@ from jaxgpt.errors import UserError, require
 AXES = ("pipe", "data", "fsdp", "context", "tensor")
 """Mesh axes as they are laid on devices, from the outermost, which talks least, to the innermost."""
 
-NOT_YET = {"pipe": "pipelines are not yet built", "context": "context parallelism is not yet built"}
+NOT_YET = {"pipe": "pipelines are not yet built"}
 """Axes that must have size 1 for now, and why."""
 
 MOST_CPU_DEVICES = 2048
@@ -153,8 +153,13 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
         yield f"{mesh}: {product} must divide --width {model.width} with --zero {config.zero}"
     elif model.width % fsdp:
         yield f"{mesh}: fsdp={fsdp} must divide --width {model.width}"
-    if config.sequence_parallel and model.seq % tensor:
-        yield f"{mesh}: tensor={tensor} must divide --seq {model.seq} with --sequence-parallel"
+    context = sizes["context"]
+    if context > 1 and model.seq % (2 * context):
+        yield f"{mesh}: 2 x context = {2 * context} must divide --seq {model.seq}"
+    if config.sequence_parallel and (model.seq // context) % tensor:
+        yield f"{mesh}: context x tensor = {context * tensor} must divide --seq {model.seq} with --sequence-parallel"
+    if context > 1 and model.window is not None:
+        yield f"{mesh}: context must be 1 for a model with a window, {model.window}: its parts see a few others alone"
     shares = sizes["data"] * fsdp
     if global_batch % shares:
         yield f"--global-batch {global_batch}: must be a multiple of data x fsdp = {shares} ({mesh})"
@@ -179,7 +184,10 @@ def _distance(a: Sizes, b: Sizes) -> float:
 
 def _listed(target: Sizes, candidates: list[Sizes], devices: int) -> str:
     """The three candidates nearest to target, for an error; of equally near ones those with less tensor first."""
-    near = sorted(candidates, key=lambda sizes: (round(_distance(target, sizes), 9), sizes["tensor"], sizes["fsdp"]))
+    near = sorted(
+        candidates,
+        key=lambda sizes: (round(_distance(target, sizes), 9), sizes["tensor"], sizes["context"], sizes["fsdp"]),
+    )
     if not near:
         return f"no mesh of {_count(devices)} fits this model and batch; change their sizes, or the number of devices"
     return f"nearest for {_count(devices)}: {' or '.join(format_mesh(sizes) for sizes in near[:3])}"

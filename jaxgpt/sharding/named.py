@@ -19,16 +19,26 @@ from jax.sharding import PartitionSpec
 TENSOR = "tensor"
 
 _rules: ContextVar[Mapping[str, str | None] | None] = ContextVar("rules", default=None)
+_sequence: ContextVar[tuple[str, int] | None] = ContextVar("sequence", default=None)
 
 
 @contextlib.contextmanager
-def layout(rules: Mapping[str, str | None]) -> Iterator[None]:
-    """Within it, dimension names lie on the axes that rules gives (None: not split)."""
-    token = _rules.set(rules)
+def layout(rules: Mapping[str, str | None], sequence: tuple[str, int] | None = None) -> Iterator[None]:
+    """Within it, dimension names lie on the axes that rules gives (None: not split).
+
+    sequence: the manual axis over which the sequence lies split, and its size.
+    """
+    tokens = _rules.set(rules), _sequence.set(sequence)
     try:
         yield
     finally:
-        _rules.reset(token)
+        _rules.reset(tokens[0])
+        _sequence.reset(tokens[1])
+
+
+def sequence_axis() -> tuple[str, int] | None:
+    """The manual axis over which the sequence lies split, and its size; None where every device has all of it."""
+    return _sequence.get()
 
 
 def spec(dims: str) -> PartitionSpec | None:

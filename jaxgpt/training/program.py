@@ -13,6 +13,7 @@ from jaxgpt.config import RunConfig
 from jaxgpt.model.attention import kernel_for
 from jaxgpt.model.parameters import parameters, start
 from jaxgpt.sharding.layout import Layout
+from jaxgpt.sharding.ring import order
 from jaxgpt.training.step import Arrays, State, Step, on_mesh, state_specs
 
 
@@ -94,6 +95,24 @@ class Program:
         )
 
     @property
+    def divisors(self) -> tuple[int, int]:
+        """What the mesh divides batch and sequence by."""
+        context = self.sizes["context"]
+        return self.sizes["data"] * self.sizes["fsdp"], 2 * context if context > 1 else 1
+
+    def split_order(self, tokens: np.ndarray) -> np.ndarray:
+        """[B, S] in the order in which the sequence lies over its devices."""
+        if self.layout.sequence is None:
+            return tokens
+        return tokens[:, order(tokens.shape[1], self.sizes["context"])]
+
+    def text_order(self, split: jax.Array) -> jax.Array:
+        """[B, S, ...] in the order of the text again."""
+        if self.layout.sequence is None:
+            return split
+        return split[:, np.argsort(order(split.shape[1], self.sizes["context"]))]
+
+    @property
     def micro_batch(self) -> int:
         """Sequences in a microbatch, over all devices."""
         shards = self.sizes["data"] * self.sizes["fsdp"]
@@ -104,7 +123,7 @@ class Program:
         and the number of each sample in it."""
         rows = self.micro_batch
         count = len(batch["inputs"])
-        arrays = dict(batch) | {"samples": np.arange(count, dtype=np.int32)}
+        arrays = {n: self.split_order(a) for n, a in batch.items()} | {"samples": np.arange(count, dtype=np.int32)}
         whole = self.layout.batch()
         layouts = {"inputs": whole, "targets": whole, "samples": PartitionSpec(*whole[:2])}
         return {
@@ -164,7 +183,7 @@ class Program:
 
     @cached_property
     def logits(self) -> Any:
-        """(params, tokens [B, S] as place_tokens lays them) -> fp32 logits [B, S, padded vocabulary]."""
+        """(params, tokens [B, S] as place_tokens lays them) -> fp32 logits [B, S, padded vocabulary], in that order."""
         step, whole = self.step_of, self.layout.batch()
         specs = PartitionSpec(*whole[1:])
         inputs = (state_specs(step)["params"], specs)
@@ -178,15 +197,17 @@ class Program:
 
     def next_logits(self, params: Arrays, tokens: np.ndarray, last: np.ndarray) -> np.ndarray:
         """fp32 logits [B, padded vocabulary] of what follows position last [B] of tokens [B, S], any B."""
-        rows = -len(tokens) % (self.sizes["data"] * self.sizes["fsdp"])
-        padded, index = np.pad(tokens, ((0, rows), (0, 0))), np.pad(last, (0, rows))
+        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.divisors, strict=True))
+        padded, index = np.pad(tokens, ((0, rows), (0, columns))), np.pad(last, (0, rows))
         batch = NamedSharding(self.mesh, PartitionSpec(self.layout.batch()[1]))
         logits = self._next_logits(params, self.place_tokens(padded), jax.device_put(index, batch))
         return np.asarray(logits)[: len(tokens)]
 
     def place_tokens(self, tokens: np.ndarray) -> jax.Array:
-        """Tokens [B, S] on the devices; B a multiple of the devices that split the batch."""
-        return jax.device_put(tokens, NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[1:])))
+        """Tokens [B, S] on the devices; B and S multiples of what the mesh divides them by (divisors)."""
+        return jax.device_put(
+            self.split_order(tokens), NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[1:]))
+        )
 
 
 def _retyped(array: jax.Array, wanted: NamedSharding) -> jax.Array:

@@ -26,7 +26,8 @@ from jaxgpt.pipeline.schedule import accumulation
 from jaxgpt.pipeline.stage import Stage
 from jaxgpt.sharding.collectives import gather, scatter_sum
 from jaxgpt.sharding.layout import MANUAL, Layout, split_axes
-from jaxgpt.sharding.named import layout, varying
+from jaxgpt.sharding.named import layout, relayout, sequence_axis, varying
+from jaxgpt.sharding.ring import positions
 from jaxgpt.training.optimizer import Optimizer, global_norm
 
 Arrays = dict[str, jax.Array]
@@ -102,7 +103,7 @@ class Step:
         weights = self.weights(self.at_rest(params))
         ends, tokens = self.ends(weights), varying(tokens, axes=self.axes)
         nobody = jnp.zeros(tokens.shape[0], jnp.int32)
-        c = context(model, nobody, jnp.arange(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
+        c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
         x = embed(model, _part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
         x = self.stage(model).apply(_part(weights, BLOCKS), x, jnp.int32(0), c)
         return final_norm(model, ends, x), ends[self.head]
@@ -112,7 +113,7 @@ class Step:
         loss, gradients = carry
         model, stage = self.model, self.stage(self.model)
         ends, blocks, first = self.ends(weights), _part(weights, BLOCKS), jnp.int32(0)
-        c = context(model, batch["samples"], jnp.arange(batch["inputs"].shape[1]), key)
+        c = context(model, batch["samples"], positions(batch["inputs"].shape[1]), key)
 
         looked_up = lookup(ends[TOKEN], batch["inputs"])
         x, embedded = jax.vjp(lambda w, x: embed(model, _part(w, "embedding."), x, c), ends, looked_up)
@@ -183,7 +184,13 @@ class Step:
     def next_logits(self, params: Arrays, tokens: jax.Array, last: jax.Array) -> jax.Array:
         """fp32 logits [B, padded vocabulary] of what follows position last [B] of tokens [B, S]."""
         h, table = self.hidden(params, tokens)
-        return head_logits(h[jnp.arange(len(last)), last][:, None], table, self.model.vocab)[:, 0]
+        h = relayout(h, "batch length embed")
+        if sequence_axis() is None:
+            h = h[jnp.arange(len(last)), last]
+        else:  # a row's last token is on one of the devices that share its sequence
+            here = positions(tokens.shape[1]) == last[:, None]
+            h = lax.psum(jnp.sum(jnp.where(here[..., None], h, 0), 1), "context")
+        return head_logits(h[:, None], table, self.model.vocab)[:, 0]
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -200,7 +207,7 @@ def on_mesh(
     """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts."""
 
     def inside(*args: Any) -> Any:
-        with layout(step.layout.typed()):
+        with layout(step.layout.typed(), step.layout.sequence):
             return function(*args)
 
     return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
