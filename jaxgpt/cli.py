@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxgpt import flags, presets
 from jaxgpt.arguments import given, nearest, parse
+from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError, require
 
 HELP = """usage: jaxgpt VERB [flags]
@@ -22,20 +23,31 @@ REFUSED_BY_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errn
 """What the operating system says of a disk or folder that the user must mend."""
 
 
-def train(args: list[str]) -> int:
-    """Trains or resumes. Flags that are not given come from the run that --run names, if it exists, or --preset."""
-    texts = given("train", flags.TrainFlags, args)
+Configured = tuple[RunConfig, Path | None, frozenset[str], str]
+"""A configuration, the run that --run names, the fields that were given, and the name of the preset."""
+
+
+def configured(verb: str, args: list[str]) -> Configured:
+    """What a verb with train's flags is told. Flags that are not given come from the run that --run names, if it
+    exists, or --preset."""
+    texts = given(verb, flags.TrainFlags, args)
     run, preset = texts.get("run"), texts.get("preset")
     stored = Path(run) / "config.json" if run and preset is None else None
     preset = preset or "demo"
     base = presets.stored(stored) if stored and stored.is_file() else presets.preset(preset)
-    chosen = parse("train", flags.TrainFlags, args, flags.defaults(base, preset, Path(run) if run else None))
+    chosen = parse(verb, flags.TrainFlags, args, flags.defaults(base, preset, Path(run) if run else None))
     explicit = frozenset(texts) - {"preset", "run"}
     config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
+    return config, chosen.run, explicit, Path(preset).name.removesuffix(".json")
+
+
+def train(args: list[str]) -> int:
+    """Trains or resumes."""
+    config, run, explicit, name = configured("train", args)
 
     from jaxgpt.training import run as runs
 
-    return runs.train(config, chosen.run, explicit, Path(preset).name.removesuffix(".json")).status
+    return runs.train(config, run, explicit, name).status
 
 
 def evaluate(args: list[str]) -> int:
