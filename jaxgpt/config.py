@@ -190,6 +190,8 @@ class RunConfig:
     epsilon: float = 1e-8
     clip: float = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
+    layout: str = ""
+    """Rows of the layout table changed by hand, "mlp=none,embed=fsdp+data"."""
     sequence_parallel: bool = False
     """Split the residual stream's sequence over tensor as well: norms, dropout and what they keep."""
     zero: Literal[0, 1, 2, 3] = 0

@@ -79,6 +79,8 @@ class TrainFlags:
     """AdamW's."""
     clip: float
     """Largest global norm of the gradient; 0: no clipping."""
+    layout: str
+    """Rows of the layout table changed by hand, such as mlp=none,embed=fsdp+data."""
     sequence_parallel: bool
     """Split norms, dropout and residual stream over tensor along the sequence."""
     zero: Literal[0, 1, 2, 3]

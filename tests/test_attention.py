@@ -12,9 +12,10 @@ from tiny import LLAMA, run_config
 
 from jaxgpt.model import attention, blocked
 from jaxgpt.sharding import ring
-from jaxgpt.sharding.layout import MANUAL, Layout
+from jaxgpt.sharding.layout import Layout
 from jaxgpt.sharding.mesh import build, parse
 from jaxgpt.sharding.named import layout
+from jaxgpt.sharding.rows import MANUAL
 
 pytestmark = pytest.mark.core
 

@@ -142,7 +142,7 @@ def test_check_refuses(text, model, batch, micro, says):
 @pytest.mark.parametrize(
     ("text", "fields", "says"),
     [
-        ("data=8,fsdp=5", {"zero": 1, "global_batch": 40}, "fsdp x data = 40 must divide --width 192 with --zero 1"),
+        ("data=8,fsdp=5", {"zero": 1, "global_batch": 40}, "fsdp x data = 40 must divide --width 192"),
         ("tensor=3", {"sequence_parallel": True}, "context x tensor = 3 must divide --seq 32 with --sequence-parallel"),
     ],
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxgpt.sharding.named import local, pmax_tensor, psum_tensor, relayout, sum_into, tensor_index, varying
+from jaxgpt.sharding.named import local, part_of, pmax_over, psum_over, relayout, sum_into, varying
 
 HIDDEN = "batch seq embed"
 WHOLE = "batch length embed"
@@ -26,7 +26,7 @@ CHUNK_LOGITS = 2**24
 
 def _rows(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Index of each token among this device's rows, and whether it is one of them."""
-    index = tokens - tensor_index() * table.shape[0]
+    index = tokens - part_of("vocab") * table.shape[0]
     return index, (index >= 0) & (index < table.shape[0])
 
 
@@ -35,7 +35,7 @@ def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array
 
     def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
         index, mine = _rows(table, tokens)
-        return sum_into(jnp.where(mine[..., None], table.at[index].get(mode="clip"), 0), HIDDEN)
+        return sum_into("vocab", jnp.where(mine[..., None], table.at[index].get(mode="clip"), 0), HIDDEN)
 
     return local(rows, (TABLE, TOKENS), HIDDEN)(table, tokens)
 
@@ -66,7 +66,7 @@ def head_logits(hidden: Float[Array, "B S D"], table: Float[Array, "V D"], vocab
 
     def product(hidden: jax.Array, table: jax.Array) -> jax.Array:
         logits = jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
-        return mask_padding(logits, vocab, tensor_index() * table.shape[0])
+        return mask_padding(logits, vocab, part_of("vocab") * table.shape[0])
 
     return local(product, (WHOLE, TABLE), LOGITS)(relayout(hidden, WHOLE), table)
 
@@ -81,13 +81,13 @@ def _cross_entropy(
     hidden: jax.Array, table: jax.Array, targets: jax.Array, vocab: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss of each token [C] (0 where the target is negative), softmax [C, V], and which entry is the target [C, V]."""
-    first = tensor_index() * table.shape[0]
+    first = part_of("vocab") * table.shape[0]
     logits = mask_padding(jnp.einsum("CD,VD->CV", hidden, table, preferred_element_type=jnp.float32), vocab, first)
-    highest = pmax_tensor(jnp.max(logits, -1))
+    highest = pmax_over("vocab", jnp.max(logits, -1))
     powers = jnp.exp(logits - highest[:, None])
-    total = psum_tensor(jnp.sum(powers, -1))
+    total = psum_over("vocab", jnp.sum(powers, -1))
     is_target = first + jnp.arange(table.shape[0]) == targets[:, None]
-    at_target = psum_tensor(jnp.sum(jnp.where(is_target, logits, 0.0), -1))
+    at_target = psum_over("vocab", jnp.sum(jnp.where(is_target, logits, 0.0), -1))
     loss = jnp.where(targets >= 0, highest + jnp.log(total) - at_target, 0.0)
     return loss, powers / total[:, None], is_target
 
@@ -141,4 +141,4 @@ def _loss_and_gradients(
     zeros = varying(jnp.zeros(table.shape, jnp.float32), hidden, table, targets)
     start = (varying(jnp.zeros(()), hidden, targets), zeros)
     (total, dtable), dh = lax.scan(step, start, _chunks(hidden, table, targets))
-    return total, sum_into(dh.reshape(hidden.shape), HIDDEN), dtable
+    return total, sum_into("vocab", dh.reshape(hidden.shape), HIDDEN), dtable

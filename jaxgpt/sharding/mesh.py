@@ -14,9 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError, require
-
-AXES = ("pipe", "data", "fsdp", "context", "tensor")
-"""Mesh axes as they are laid on devices, from the outermost, which talks least, to the innermost."""
+from jaxgpt.sharding.rows import AXES, TENSOR, rows
 
 NOT_YET = {"pipe": "pipelines are not yet built"}
 """Axes that must have size 1 for now, and why."""
@@ -122,7 +120,7 @@ def check(config: RunConfig, sizes: Sizes) -> list[str]:
         devices = math.prod(sizes.values())
         raise UserError(f"{complaint}; {_listed(sizes, legal_meshes(config, devices), devices)}")
     tensor, model = sizes["tensor"], config.model
-    if tensor <= model.kv:
+    if tensor <= model.kv or not rows(config, sizes).activations["heads"]:
         return []
     copies = tensor // model.kv
     return [f"{model.kv} key-value heads on tensor={tensor}: each is held and computed on {copies} devices"]
@@ -140,23 +138,23 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     for axis, reason in NOT_YET.items():
         if sizes[axis] > 1:
             yield f"{mesh}: {axis} must be 1, since {reason}"
-    if model.heads % tensor:
+    table = rows(config, sizes)
+    if table.activations["heads"] and model.heads % tensor:
         yield f"{mesh}: tensor={tensor} must divide --heads {model.heads}"
-    if model.kv % tensor and tensor % model.kv:
+    if table.activations["heads"] and model.kv % tensor and tensor % model.kv:
         yield f"{mesh}: tensor={tensor} must divide --kv-heads {model.kv}, or be a multiple of it"
-    if model.mlp % tensor:
+    if table.activations["mlp"] and model.mlp % tensor:
         yield f"{mesh}: tensor={tensor} must divide the feed-forward width (mlp_width) {model.mlp}"
-    if model.padded_vocab % (tensor * sizes["pipe"]):
+    if table.activations["vocab"] and model.padded_vocab % (tensor * sizes["pipe"]):
         yield f"{mesh}: tensor x pipe = {tensor * sizes['pipe']} must divide the padded --vocab {model.padded_vocab}"
-    if config.zero and model.width % (fsdp * sizes["data"]):
-        product = f"fsdp x data = {fsdp * sizes['data']}"
-        yield f"{mesh}: {product} must divide --width {model.width} with --zero {config.zero}"
-    elif model.width % fsdp:
-        yield f"{mesh}: fsdp={fsdp} must divide --width {model.width}"
+    parts = math.prod(sizes[axis] for axis in table.rest)
+    if model.width % parts:
+        product = f"{' x '.join(table.rest)} = {parts}" if len(table.rest) > 1 else f"{table.rest[0]}={parts}"
+        yield f"{mesh}: {product} must divide --width {model.width}"
     context = sizes["context"]
     if context > 1 and model.seq % (2 * context):
         yield f"{mesh}: 2 x context = {2 * context} must divide --seq {model.seq}"
-    if config.sequence_parallel and (model.seq // context) % tensor:
+    if TENSOR in table.activations["seq"] and (model.seq // context) % tensor:
         yield f"{mesh}: context x tensor = {context * tensor} must divide --seq {model.seq} with --sequence-parallel"
     if context > 1 and model.window is not None:
         yield f"{mesh}: context must be 1 for a model with a window, {model.window}: its parts see a few others alone"

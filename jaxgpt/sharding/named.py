@@ -122,30 +122,43 @@ def nested(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) 
     return jax.shard_map(function, in_specs=specs(inputs), out_specs=specs(outputs), axis_names={TENSOR})
 
 
-def psum_tensor(x: jax.Array) -> jax.Array:
-    """Sum over the parts on `tensor`, inside a function given to local."""
-    return lax.psum(x, TENSOR) if _splits() else x
+def splits(dim: str) -> bool:
+    """Whether the named dimension lies split over `tensor`."""
+    return (_rules.get() or {}).get(dim) == TENSOR
 
 
-def sum_into(x: jax.Array, dims: str) -> jax.Array:
-    """The sum over `tensor` of whole x, laid out as its named dimensions say: P -> S or P -> B; inside local."""
-    split = _split_dim(dims)
-    return psum_tensor(x) if split is None else lax.psum_scatter(x, TENSOR, scatter_dimension=split, tiled=True)
+def psum_over(dim: str, x: jax.Array) -> jax.Array:
+    """Sum over the parts of the named dimension, inside a function given to local."""
+    return lax.psum(x, TENSOR) if splits(dim) else x
+
+
+def pmax_over(dim: str, x: jax.Array) -> jax.Array:
+    """Largest over the parts of the named dimension, inside a function given to local."""
+    return lax.pmax(x, TENSOR) if splits(dim) else x
+
+
+def part_of(dim: str) -> jax.Array | int:
+    """Which part of the named dimension this device has, inside a function given to local."""
+    return lax.axis_index(TENSOR) if splits(dim) else 0
+
+
+def sum_into(dim: str, x: jax.Array, dims: str) -> jax.Array:
+    """The sum over the parts of dimension dim of whole x, laid out as its named dimensions dims say; inside local.
+
+    P -> S or P -> B; where dim is not split, x is the sum already: B -> S or nothing.
+    """
+    at = _split_dim(dims)
+    if at is None:
+        return psum_over(dim, x)
+    if splits(dim):
+        return lax.psum_scatter(x, TENSOR, scatter_dimension=at, tiled=True)
+    size = x.shape[at] // lax.axis_size(TENSOR)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, at)
 
 
 def _split_dim(dims: str) -> int | None:
     found = spec(dims)
     return None if found is None or TENSOR not in found else tuple(found).index(TENSOR)
-
-
-def pmax_tensor(x: jax.Array) -> jax.Array:
-    """Largest over the parts on `tensor`, inside a function given to local."""
-    return lax.pmax(x, TENSOR) if _splits() else x
-
-
-def tensor_index() -> jax.Array | int:
-    """Which part on `tensor` this is, inside a function given to local."""
-    return lax.axis_index(TENSOR) if _splits() else 0
 
 
 def relayout(x: jax.Array, dims: str) -> jax.Array:

@@ -33,6 +33,7 @@ CHANGEABLE = frozenset(
         "mesh",
         "micro_batch",
         "recompute",
+        "layout",
         "zero",
         "sequence_parallel",
         "steps",

@@ -25,9 +25,10 @@ from jaxgpt.pipeline.loop import run
 from jaxgpt.pipeline.schedule import accumulation
 from jaxgpt.pipeline.stage import Stage
 from jaxgpt.sharding.collectives import gather, scatter_sum
-from jaxgpt.sharding.layout import MANUAL, Layout, split_axes
+from jaxgpt.sharding.layout import Layout, split_axes
 from jaxgpt.sharding.named import layout, relayout, sequence_axis, varying
 from jaxgpt.sharding.ring import positions
+from jaxgpt.sharding.rows import MANUAL
 from jaxgpt.training.optimizer import Optimizer, global_norm
 
 Arrays = dict[str, jax.Array]
@@ -75,7 +76,7 @@ class Step:
         if policy is not None:
             body = jax.checkpoint(body, policy=policy)
         dims = {n.removeprefix(BLOCKS): d[1:] for n, d in self.dims.items() if n.startswith(BLOCKS)}
-        return Stage(body, dims, self.layout.used, self.layout.accumulated)
+        return Stage(body, dims, self.layout.rows.used, self.layout.rows.accumulated)
 
     def at_rest(self, params: Arrays) -> Arrays:
         """Parameters fused, matrices in the type of computation, split as they are at rest; and typed as different on
@@ -87,7 +88,7 @@ class Step:
 
     def weights(self, at_rest: Arrays) -> Arrays:
         """Weights between their uses: gathered, once a step, over the axes that split only what is at rest."""
-        once = self.layout.rest[len(self.layout.used) :]
+        once = self.layout.rows.rest[len(self.layout.rows.used) :]
         with jax.named_scope("gather"):
             return {n: gather(w, self.dims[n], once) for n, w in at_rest.items()}
 
@@ -95,7 +96,7 @@ class Step:
         """Embedding, final norm and head, whole over fsdp."""
         with jax.named_scope("gather"):
             names = [n for n in weights if not n.startswith(BLOCKS)]
-            return {n: gather(weights[n], self.dims[n], self.layout.used) for n in names}
+            return {n: gather(weights[n], self.dims[n], self.layout.rows.used) for n in names}
 
     def hidden(self, params: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Forward alone and without dropout: the final norm's output for tokens [B, S], and the head's table."""
@@ -127,7 +128,7 @@ class Step:
         dends = {n: dends[n] + dembedding[n] for n in ends} | {self.head: dhead}
         table = dhead if model.tied else jnp.zeros_like(ends[TOKEN], dtype=jnp.float32)
         dends[TOKEN] = add_lookup_gradient(varying(table, axes=self.axes), batch["inputs"], dx)
-        added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.layout.accumulated) for n, g in dends.items()}
+        added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.layout.rows.accumulated) for n, g in dends.items()}
         return loss + sums, added | {BLOCKS + n: g for n, g in dblocks.items()}
 
     def loss_and_gradients(self, params: Arrays, batch: Arrays, step: jax.Array) -> tuple[jax.Array, Arrays, jax.Array]:
@@ -138,7 +139,7 @@ class Step:
         scale = varying(1 / jnp.maximum(tokens, 1).astype(jnp.float32), axes=self.axes)
         key = varying(dropout_key(self.config.seed, step), axes=self.axes)
         batch = {n: varying(a, axes=self.axes) for n, a in batch.items()}
-        like = at_rest if self.layout.accumulated == self.layout.rest else weights
+        like = at_rest if self.layout.rows.accumulated == self.layout.rows.rest else weights
         zeros = {n: varying(jnp.zeros_like(w, dtype=jnp.float32), axes=self.axes) for n, w in like.items()}
         carry = (varying(jnp.zeros(()), axes=self.axes), zeros)
         schedule = accumulation(batch["inputs"].shape[0])
@@ -151,7 +152,7 @@ class Step:
     def reduced(self, name: str, gradient: jax.Array) -> jax.Array:
         """The accumulated gradient, summed over the axes that are left: scattered where its parameter lies split at
         rest, whole where that is whole."""
-        dims, left = self.dims[name], self.layout.rest[len(self.layout.accumulated) :]
+        dims, left = self.dims[name], self.layout.rows.rest[len(self.layout.rows.accumulated) :]
         gradient = scatter_sum(gradient, dims, left)
         split = split_axes(self.layout.manual(dims))
         return _psum(gradient, tuple(axis for axis in self.axes if axis not in split))
