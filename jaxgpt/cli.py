@@ -16,8 +16,10 @@ HELP = """usage: jaxgpt VERB [flags]
   train     train a GPT on a mesh of devices, or resume a run
   eval      loss, perplexity and bits per byte of a run
   sample    text that a run writes
+  check     one device against a mesh, array by array; takes train's flags
 
-jaxgpt VERB --help lists a verb's flags with their defaults; for train, those of --preset or of the run in --run."""
+jaxgpt VERB --help lists a verb's flags with their defaults; for train and check, those of --preset or of the run in
+--run."""
 
 REFUSED_BY_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 """What the operating system says of a disk or folder that the user must mend."""
@@ -73,11 +75,21 @@ def sample(args: list[str]) -> int:
     return 0
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "eval": evaluate, "sample": sample}
+def check(args: list[str]) -> int:
+    """Compares the first steps of what train would do on one device and on the mesh; 1 where they differ."""
+    config, run, explicit, _ = configured("check", args)
+
+    from jaxgpt.training import check as checks
+
+    return checks.check(config, run, explicit).status
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "eval": evaluate, "sample": sample, "check": check}
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status: 0, 2 for what the user must mend, 128 + n for signal n."""
+    """Runs the command line and returns its exit status: 0, 1 where a check finds a difference, 2 for what the user
+    must mend, 128 + n for signal n."""
     verb, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
         if verb in ("-h", "--help"):

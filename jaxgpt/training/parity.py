@@ -1,19 +1,24 @@
 """Parity: what one configuration computes on one device against what it computes on a mesh, array by array."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jaxgpt.config import RunConfig
-from jaxgpt.sharding.mesh import build, parse
+from jaxgpt.sharding.mesh import build, devices_named, parse, take
 from jaxgpt.training.program import Program
 
 OF_ARRAY = 1e-5
 """Largest difference allowed in fp32, as a share of the array's largest value ..."""
 OF_MODEL = 1e-7
 """... or of the largest in the model, whichever is more: a key bias has no gradient but rounding."""
+
+ROUNDINGS = 2.0
+"""Difference allowed in bf16, in roundings: root mean squares of what one device's bf16 differs by from its fp32. Two
+results that each lie within one rounding of the exact one lie within two of each other."""
 
 Batches = Sequence[dict[str, np.ndarray]]
 
@@ -32,51 +37,102 @@ class Trace:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of an array against what is allowed."""
+    """How far an array is from the same one on one device, against what is allowed."""
 
     name: str
     found: float
     allowed: float
+    at: tuple[int, ...] = ()
+    """Index of the element that differs most."""
+
+    @property
+    def share(self) -> float:
+        """found as a share of what is allowed; infinite where it is not a number."""
+        if self.found == 0:
+            return 0.0
+        return self.found / self.allowed if self.allowed > 0 and np.isfinite(self.found) else np.inf
 
     @property
     def holds(self) -> bool:
         """Whether it is within what is allowed; NaN is not."""
-        return self.found <= self.allowed
+        return self.share <= 1
+
+
+def program(config: RunConfig, mesh: str) -> Program:
+    """The configuration's programs on a mesh that names every size, over the first devices there are."""
+    return Program(config, build(parse(mesh), take(jax.devices(), devices_named(mesh))[0]))
 
 
 def trace(config: RunConfig, mesh: str, batches: Batches) -> Trace:
     """Trains one step for each global batch from the configuration's own start."""
-    sizes = parse(mesh)
-    devices = int(np.prod(list(sizes.values())))
-    program = Program(config, build(sizes, jax.devices()[:devices]))
-    state = program.init()
+    return steps(program(config, mesh), batches)
+
+
+def whole_products(program: Program) -> AbstractContextManager[None]:
+    """Within it, an fp32 program is compiled with fp32 products: a GPU that shortened them to TF32 would differ by more
+    than what is looked for."""
+    return jax.default_matmul_precision("highest") if program.dtype == "fp32" else nullcontext()
+
+
+def steps(program: Program, batches: Batches) -> Trace:
+    """What a program computes in one step for each global batch."""
     losses, norms, gradients = [], [], {}
-    for number, batch in enumerate(batches):
-        state, metrics = program.step(state, program.place(batch))
-        losses.append(metrics["loss"])
-        norms.append(metrics["grad_norm"])
-        if number == 0:
-            # Adam's first moment after one step is the gradient times 1 - beta1
-            gradients = {name: np.asarray(mu) / (1 - config.beta1) for name, mu in state["mu"].items()}
+    with whole_products(program):
+        state = program.init()
+        for number, batch in enumerate(batches):
+            state, metrics = program.step(state, program.place(batch))
+            losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
+            if number == 0:
+                # Adam's first moment after one step is the gradient times 1 - beta1
+                gradients = {n: np.asarray(mu) / (1 - program.config.beta1) for n, mu in state["mu"].items()}
     params = {name: np.asarray(p) for name, p in state["params"].items()}
-    return Trace(np.asarray(jax.device_get(losses)), np.asarray(jax.device_get(norms)), gradients, params)
+    return Trace(np.asarray(losses), np.asarray(norms), gradients, params)
 
 
 def differences(one: Trace, other: Trace) -> list[Difference]:
-    """Every array of two traces, the worst first."""
-    found = [
-        Difference("loss", *_worst(one.losses, other.losses, 0.0)),
-        Difference("gradient norm", *_worst(one.norms, other.norms, 0.0)),
-    ]
-    for kind, mine, theirs in (
-        ("gradient of", one.gradients, other.gradients),
-        ("parameter", one.params, other.params),
+    """The largest difference in every array of two fp32 traces, the worst first."""
+    found = []
+    for name, (mine, theirs), largest in _arrays(one, other):
+        allowed = max(OF_ARRAY * _largest(mine), OF_MODEL * largest)
+        apart = np.abs(theirs.astype(np.float64) - mine)
+        found.append(Difference(name, float(apart.max()), allowed, _index(apart)))
+    return sorted(found, key=lambda d: d.share, reverse=True)
+
+
+def roundings(exact: Trace, one: Trace, other: Trace) -> list[Difference]:
+    """The root mean square difference of every array of two bf16 traces, the worst first. exact: one's, in fp32.
+
+    Allowed is what ROUNDINGS says, and never less than in fp32.
+    """
+    found = []
+    for name, (fp32, mine, theirs), largest in _arrays(exact, one, other):
+        apart, rounding = theirs.astype(np.float64) - mine, mine.astype(np.float64) - fp32
+        allowed = max(ROUNDINGS * _rms(rounding), OF_ARRAY * _largest(fp32), OF_MODEL * largest)
+        found.append(Difference(name, _rms(apart), allowed, _index(np.abs(apart))))
+    return sorted(found, key=lambda d: d.share, reverse=True)
+
+
+def _arrays(*traces: Trace) -> Iterator[tuple[str, list[np.ndarray], float]]:
+    """Name of each array, what it is in every trace, and the largest value of the first trace's arrays of its kind."""
+    yield "loss", [t.losses for t in traces], 0.0
+    yield "gradient norm", [t.norms for t in traces], 0.0
+    for kind, arrays in (
+        ("gradient of", [t.gradients for t in traces]),
+        ("parameter", [t.params for t in traces]),
     ):
-        largest = max(float(np.abs(a).max()) for a in mine.values())
-        found += [Difference(f"{kind} {n}", *_worst(mine[n], theirs[n], largest)) for n in mine]
-    return sorted(found, key=lambda d: d.found / d.allowed if d.found == d.found else np.inf, reverse=True)
+        largest = max(_largest(a) for a in arrays[0].values())
+        for name in arrays[0]:
+            yield f"{kind} {name}", [each[name] for each in arrays], largest
 
 
-def _worst(one: np.ndarray, other: np.ndarray, largest: float) -> tuple[float, float]:
-    allowed = max(OF_ARRAY * float(np.abs(one).max()), OF_MODEL * largest)
-    return float(np.abs(one.astype(np.float64) - other).max()), allowed
+def _largest(array: np.ndarray) -> float:
+    return float(np.abs(array).max())
+
+
+def _rms(array: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(array))))
+
+
+def _index(apart: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(apart)), apart.shape))
