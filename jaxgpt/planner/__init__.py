@@ -1,0 +1,1 @@
+"""What can be known before anything runs: so far, compiling for hardware that is not there."""

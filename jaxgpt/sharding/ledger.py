@@ -1,0 +1,180 @@
+"""The ledger: every collective of a traced program, predicted from its types before anything is compiled.
+
+    for line in ledger(jax.jit(step).trace(*arguments).jaxpr, sizes):
+        print(line.kind, line.axes, line.times * line.received, line.source)
+
+Inside a shard_map a program says itself what it sends over the manual axes, and over the typed ones it follows from the
+types (ledger_rules). A loop multiplies; of a cond the dearest branch is counted; what no result needs is not.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jaxgpt.sharding.jaxprs import (
+    Frame,
+    Scan,
+    Where,
+    branches,
+    hlo_dtype,
+    inner,
+    live,
+    local_shape,
+    producers,
+    scan_of,
+)
+from jaxgpt.sharding.ledger_rules import Axes, Change, Sizes, changes
+
+PHASES = ("gather", "reduce")
+"""Name scopes of the step that are phases of their own."""
+
+CASTS = ("convert_element_type", "pvary", "pcast")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One collective. Bytes are those of one device, each time it runs."""
+
+    kind: str
+    """As compiled programs name it: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute."""
+    axes: Axes
+    """Mesh axes whose devices talk, in the mesh's order; those of one device are left out."""
+    change: str
+    """Of signature, over these axes: "P -> B"; "max -> B" where it is not a sum."""
+    dtype: str
+    """As HLO names it, "bf16"."""
+    shape: tuple[int, ...]
+    """Of the array before the change, on one device."""
+    operand: int
+    """Bytes that go in."""
+    result: int
+    """Bytes that come out."""
+    received: Fraction
+    """Bytes that a device receives from others, by the ring algorithms."""
+    times: int
+    """How often a step runs it."""
+    phase: str
+    """forward, backward, recompute; or gather and reduce, of weights and gradients."""
+    source: Frame | None
+    """The line of jaxgpt that it comes from, the innermost one that is not a helper of sharding's ..."""
+    frames: tuple[Frame, ...]
+    """... and all of them, from the innermost."""
+    assumed: bool
+    """Whether no rule is known for the operation, and the compiler is taken to gather its operand."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum of lines, times counted. Bytes a device and step."""
+
+    times: int = 0
+    result: int = 0
+    received: Fraction = Fraction(0)
+
+    def add(self, times: int, result: int, received: Fraction) -> "Total":
+        """With one collective more."""
+        return Total(self.times + times, self.result + times * result, self.received + times * received)
+
+
+def ledger(program: Any, sizes: Sizes, moved: bool = False) -> list[Line]:
+    """The communication of a traced program (a jaxpr) on a mesh of these sizes, in the order of the program.
+
+    moved: count an all-reduce that a loop only adds up once, after the loop, where XLA puts it on GPUs. Raises
+    ValueError for a collective that it does not know, and for one in a loop whose length is not in the program.
+    """
+    return list(_walk(live(program), Where(), sizes, moved))
+
+
+def totals(lines: Sequence[Line]) -> dict[tuple[str, Axes], Total]:
+    """The sums by kind and axes, the largest first."""
+    found: dict[tuple[str, Axes], Total] = {}
+    for line in lines:
+        key = line.kind, line.axes
+        found[key] = found.get(key, Total()).add(line.times, line.result, line.received)
+    return dict(sorted(found.items(), key=lambda item: -item[1].received))
+
+
+def _walk(jaxpr: Jaxpr, where: Where, sizes: Sizes, moved: bool, scan: Scan | None = None) -> Iterator[Line]:
+    """scan: the loop whose body the program is, if it is one."""
+    added_up = _added_up(scan) if scan and moved else frozenset()
+    for equation in jaxpr.eqns:
+        alternatives, parts = branches(equation), inner(equation)
+        if alternatives:
+            each = [list(_walk(branch, where.enter(equation), sizes, moved)) for branch in alternatives]
+            yield from max(each, key=lambda lines: sum(line.times * line.received for line in lines))
+        for part, times in parts:
+            lines = list(_walk(part, where.enter(equation).repeated(times or 1), sizes, moved, scan_of(equation)))
+            if times is None and lines:
+                raise ValueError(f"{lines[0].source}: {lines[0].kind} in a loop of unknown length")
+            yield from lines
+        if not alternatives and not parts:
+            for change in changes(equation, sizes):
+                once = change.cost.kind == "all-reduce" and equation.outvars[0] in added_up
+                turns = scan.length if scan and once else 1
+                yield _line(change, where.enter(equation), turns, sizes)
+
+
+def _line(change: Change, where: Where, turns: int, sizes: Sizes) -> Line:
+    return Line(
+        kind=change.cost.kind,
+        axes=change.axes,
+        change=change.text,
+        dtype=hlo_dtype(change.aval),
+        shape=local_shape(change.aval, sizes),
+        operand=change.cost.operand,
+        result=change.cost.result,
+        received=change.cost.received,
+        times=where.times // turns,
+        phase=_phase(where.scopes),
+        source=where.source,
+        frames=where.frames,
+        assumed=change.assumed,
+    )
+
+
+def _phase(scopes: tuple[str, ...]) -> str:
+    named = [scope for scope in scopes if scope in PHASES]
+    if named:
+        return named[-1]
+    if any("rematted" in scope for scope in scopes):
+        return "recompute"
+    return "backward" if any(scope.startswith("transpose(") for scope in scopes) else "forward"
+
+
+def _added_up(scan: Scan) -> frozenset[Var]:
+    """What a loop's body makes only to add it to what is carried, and reads nowhere else.
+
+    XLA on GPUs (WhileLoopAllReduceCodeMotion) adds up an all-reduce's operands instead, and reduces after the loop.
+    """
+    made, found = producers(scan.body), set()
+    uses = Counter(v for equation in scan.body.eqns for v in equation.invars if isinstance(v, Var))
+    uses.update(v for v in scan.body.outvars if isinstance(v, Var))
+
+    def follow(after: Var, before: Var | None) -> None:
+        """Marks what reaches `after` through casts and sums with `before`, or with zero, alone."""
+        equation = made.get(after)
+        if equation is None or equation.primitive.name not in ("add", "add_any", *CASTS):
+            return
+        terms = [v for v in equation.invars if v is not before and isinstance(v, Var) and not _is_zero(v, made)]
+        if len(terms) == 1 and uses[terms[0]] == 1 and (before is None or before in equation.invars):
+            found.add(terms[0])
+            follow(terms[0], None)
+
+    carried = scan.body.invars[scan.consts : scan.consts + scan.carry]
+    for before, after in zip(carried, scan.body.outvars, strict=False):
+        if isinstance(after, Var) and uses[before] == 1:
+            follow(after, before)
+    return frozenset(found)
+
+
+def _is_zero(value: Var, made: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a value is zero everywhere, as the gradient of what a function does not use is."""
+    equation = made.get(value)
+    if equation is None or equation.primitive.name not in ("broadcast_in_dim", *CASTS):
+        return False
+    source = equation.invars[0]
+    return _is_zero(source, made) if isinstance(source, Var) else not source.val
