@@ -194,6 +194,8 @@ class RunConfig:
     """Rows of the layout table changed by hand, "mlp=none,embed=fsdp+data"."""
     sequence_parallel: bool = False
     """Split the residual stream's sequence over tensor as well: norms, dropout and what they keep."""
+    context_attention: Literal["ring", "gather"] = "ring"
+    """Over context, keys and values pass round a ring, or are gathered at once: faster on few devices, and fuller."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over data beside the batch: 1 optimizer state and masters, 2 gradients too, 3 weights too."""
     recompute: Literal["none", "selective", "full"] = "none"

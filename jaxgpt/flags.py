@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
@@ -16,6 +16,7 @@ MODEL_FLAGS = ("layers", "width", "heads", "kv_heads", "vocab", "seq", "dropout"
 """Fields of ModelConfig that have a flag; every field of RunConfig has one."""
 
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
+F = TypeVar("F", bound="TrainFlags")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,8 @@ class TrainFlags:
     """Rows of the layout table changed by hand, such as mlp=none,embed=fsdp+data."""
     sequence_parallel: bool
     """Split norms, dropout and residual stream over tensor along the sequence."""
+    context_attention: Literal["ring", "gather"]
+    """Over context, keys and values pass round a ring, or are gathered at once."""
     zero: Literal[0, 1, 2, 3]
     """Split over data: 1 optimizer state, 2 gradients too, 3 weights too."""
     recompute: Literal["none", "selective", "full"]
@@ -103,6 +106,16 @@ class TrainFlags:
     """Steps to trace, such as 10:13."""
     prompt: str
     """Start of the sample drawn at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainFlags(TrainFlags):
+    """Says where every array of a configuration lies on a mesh, what is kept and what is sent. Needs no devices."""
+
+    compiled: Literal["cpu", "a100", "h100", "h200", "b200"] | None = None
+    """Compile the step, too, for CPU or for GPUs that need not be there, and compare."""
+    json: bool = False
+    """Print JSON in place of tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +148,11 @@ class SampleFlags:
     """Axes and sizes; empty: one device. Any mesh opens any run."""
 
 
-def defaults(base: RunConfig, preset: str, run: Path | None) -> TrainFlags:
+def defaults(kind: type[F], base: RunConfig, preset: str, run: Path | None) -> F:
     """The flags that say what `base` says."""
     model = {name: getattr(base.model, name) for name in MODEL_FLAGS}
     top = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.name != "model"}
-    return TrainFlags(preset=preset, run=run, **top, **model)
+    return kind(preset=preset, run=run, **top, **model)
 
 
 def override(base: RunConfig, given: Mapping[str, Any]) -> RunConfig:

@@ -18,7 +18,7 @@ from jaxgpt.errors import UserError
 
 TRAIN = """preset run data tokenizer validation mesh steps seed global_batch micro_batch seq layers width heads kv_heads
 vocab dropout attention_dropout lr min_lr warmup schedule decay weight_decay beta1 beta2 epsilon clip
-layout sequence_parallel zero recompute dtype
+layout sequence_parallel context_attention zero recompute dtype
 log_every eval_every eval_tokens save_every keep profile prompt"""
 
 

@@ -42,7 +42,7 @@ SPLITS: tuple[tuple[str, dict[str, object]], ...] = (
     ("data=4,tensor=2", {"zero": 3}),
     ("context=4", {}),
     ("data=2,context=2,tensor=2", {"sequence_parallel": True, "zero": 1}),
-    ("fsdp=2,context=2,tensor=2", {"sequence_parallel": True, "recompute": "selective"}),
+    ("fsdp=2,context=2,tensor=2", {"context_attention": "gather", "recompute": "selective"}),
     ("data=2,fsdp=2,tensor=2", {"sequence_parallel": True, "zero": 2, "recompute": "full"}),
 )
 CASES += [

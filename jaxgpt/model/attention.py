@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxgpt.model import blocked
 from jaxgpt.sharding import ring
-from jaxgpt.sharding.named import local, sequence_axis
+from jaxgpt.sharding.named import local, nested, sequence_axis
 
 QUERIES = "batch length heads head"
 KEYS = "batch length kv_heads head"
@@ -98,18 +98,21 @@ Kept = tuple[jax.Array, ...]
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None) -> tuple[jax.Array, Kept]:
-    run: Any = Part(kernel, window=window).forward
+    inputs, outputs = (QUERIES, KEYS, KEYS), (QUERIES, SUMS)
     if sequence_axis():
         run = functools.partial(ring.forward, Part(kernel), Part(kernel, causal=False))
-    out, sums = local(run, (QUERIES, KEYS, KEYS), (QUERIES, SUMS))(q, k, v)
+        out, sums = nested(run, inputs, outputs)(q, k, v)
+    else:
+        out, sums = local(Part(kernel, window=window).forward, inputs, outputs)(q, k, v)
     return out, (q, k, v, out, sums)
 
 
 def _backward(kernel: str, window: int | None, kept: Kept, dout: jax.Array) -> tuple[jax.Array, ...]:
-    run: Any = Part(kernel, window=window).backward
+    inputs, outputs = (QUERIES, KEYS, KEYS, QUERIES, SUMS, QUERIES), (QUERIES, KEYS, KEYS)
     if sequence_axis():
         run = functools.partial(ring.backward, Part(kernel), Part(kernel, causal=False))
-    return local(run, (QUERIES, KEYS, KEYS, QUERIES, SUMS, QUERIES), (QUERIES, KEYS, KEYS))(*kept, dout)
+        return nested(run, inputs, outputs)(*kept, dout)
+    return local(Part(kernel, window=window).backward, inputs, outputs)(*kept, dout)
 
 
 attention.defvjp(_forward, _backward)

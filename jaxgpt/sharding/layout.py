@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from jaxgpt.config import RunConfig
+from jaxgpt.sharding.named import Sequence
 from jaxgpt.sharding.rows import AXES, MANUAL, TENSOR, Axes, Rows, rows
 
 
@@ -19,8 +20,8 @@ class Layout:
     rows: Rows
     kv_heads: int
     """Key-value heads as computed with: replicated up to the `tensor` axis where the model has fewer."""
-    sequence: tuple[str, int] | None
-    """The manual axis over which the sequence lies split, and its size, where that is more than one."""
+    sequence: Sequence | None
+    """How the sequence lies split over a manual axis, if it does."""
     axes: Axes
     """The manual axes that have more than one device: those over which values differ and sums are taken."""
 
@@ -32,7 +33,7 @@ class Layout:
         return Layout(
             found,
             max(config.model.kv, sizes[TENSOR]) if found.activations["heads"] else config.model.kv,
-            ("context", context) if context > 1 else None,
+            Sequence("context", context, config.context_attention) if context > 1 else None,
             tuple(axis for axis in MANUAL if sizes[axis] > 1),
         )
 

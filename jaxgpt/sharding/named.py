@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,23 @@ from jax.sharding import PartitionSpec
 
 TENSOR = "tensor"
 
+
+class Sequence(NamedTuple):
+    """A sequence split over a manual axis."""
+
+    axis: str
+    parts: int
+    form: str
+    """How attention meets the other parts: "ring" or "gather"."""
+
+
 _rules: ContextVar[Mapping[str, str | None] | None] = ContextVar("rules", default=None)
-_sequence: ContextVar[tuple[str, int] | None] = ContextVar("sequence", default=None)
+_sequence: ContextVar["Sequence | None"] = ContextVar("sequence", default=None)
 
 
 @contextlib.contextmanager
-def layout(rules: Mapping[str, str | None], sequence: tuple[str, int] | None = None) -> Iterator[None]:
-    """Within it, dimension names lie on the axes that rules gives (None: not split).
-
-    sequence: the manual axis over which the sequence lies split, and its size.
-    """
+def layout(rules: Mapping[str, str | None], sequence: "Sequence | None" = None) -> Iterator[None]:
+    """Within it, dimension names lie on the axes that rules gives (None: not split), and the sequence as said."""
     tokens = _rules.set(rules), _sequence.set(sequence)
     try:
         yield
@@ -36,8 +43,8 @@ def layout(rules: Mapping[str, str | None], sequence: tuple[str, int] | None = N
         _sequence.reset(tokens[1])
 
 
-def sequence_axis() -> tuple[str, int] | None:
-    """The manual axis over which the sequence lies split, and its size; None where every device has all of it."""
+def sequence_axis() -> "Sequence | None":
+    """How the sequence lies split over a manual axis; None where every device has all of it."""
     return _sequence.get()
 
 

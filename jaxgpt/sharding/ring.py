@@ -2,9 +2,10 @@
 
 The sequence is cut into 2n chunks for n devices; device i holds chunks i and 2n-1-i, one early and one late, so that
 every device has the same number of (query, key) pairs (the "zigzag" order). Keys and values pass from device to device
-(ring attention, arXiv 2310.01889), and the parts of the softmax are merged by their log-sum-exp. Of another device's
-keys, those of an earlier device: all queries see its first chunk and none its second; of a later one: only the second
-chunk of queries sees them, and both chunks whole. So a step is one unmasked product of half the size either way.
+(ring attention, arXiv 2310.01889) or are gathered, and the parts of the softmax are merged by their log-sum-exp. Of
+another device's keys, those of an earlier device: all queries see its first chunk and none its second; of a later one:
+only the second chunk of queries sees them, and both chunks whole. So a step is one unmasked product of half the size
+either way.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -40,23 +41,61 @@ def positions(length: int) -> Int[Array, " length"]:
     found = sequence_axis()
     if found is None:
         return jnp.arange(length)
-    axis, parts = found
+    axis, parts, _ = found
     mine, chunk = lax.axis_index(axis), jnp.arange(length // 2)
     return jnp.concatenate([mine * (length // 2) + chunk, (2 * parts - 1 - mine) * (length // 2) + chunk])
 
 
-def _ring() -> tuple[str, int, list[tuple[int, int]]]:
-    found = sequence_axis()
-    assert found is not None
-    axis, parts = found
-    return axis, parts, [(i, (i + 1) % parts) for i in range(parts)]
+class _Others:
+    """The keys and values of the other devices, one device's at a turn: passed round a ring, so that each holds two
+    parts at a time; or gathered at once, so that each holds all and waits but once."""
+
+    def __init__(self) -> None:
+        found = sequence_axis()
+        assert found is not None
+        self.axis, self.parts, self.form = found
+        self.mine = lax.axis_index(self.axis)
+
+    def _next(self, x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, self.axis, [(i, (i + 1) % self.parts) for i in range(self.parts)])
+
+    def source(self, turn: jax.Array) -> jax.Array:
+        """Whose part is seen at a turn."""
+        return (self.mine - turn) % self.parts
+
+    def start(self, *own: jax.Array) -> tuple[jax.Array, ...]:
+        """What the loop carries, from this device's own."""
+        return own if self.form == "ring" else tuple(lax.all_gather(x, self.axis) for x in own)
+
+    def turn(self, carried: tuple[jax.Array, ...], turn: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        """What is carried on, and the part seen at this turn."""
+        if self.form == "ring":
+            passed = tuple(self._next(x) for x in carried)
+            return passed, passed
+        return carried, tuple(lax.dynamic_index_in_dim(x, self.source(turn), keepdims=False) for x in carried)
+
+    def start_sum(self, *own: jax.Array) -> tuple[jax.Array, ...]:
+        """Gradients of the parts, carried, begun with this device's own."""
+        if self.form == "ring":
+            return own
+        return tuple(jnp.zeros((self.parts, *x.shape), x.dtype).at[self.mine].set(x) for x in own)
+
+    def add(self, carried: tuple[jax.Array, ...], part: Any, turn: jax.Array) -> tuple[jax.Array, ...]:
+        """With the gradient of the part seen at this turn; round the ring it travels with its part."""
+        if self.form == "ring":
+            return tuple(self._next(x) + p for x, p in zip(carried, part, strict=True))
+        return tuple(x.at[self.source(turn)].add(p) for x, p in zip(carried, part, strict=True))
+
+    def home(self, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The sum of what all devices have for this one's part."""
+        if self.form == "ring":
+            return tuple(self._next(x) for x in carried)
+        return tuple(lax.psum_scatter(x, self.axis) for x in carried)
 
 
 def forward(causal: Kernel, full: Kernel, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp of this device's queries over the whole sequence before them."""
-    axis, parts, shift = _ring()
-    half = q.shape[1] // 2
-    mine = lax.axis_index(axis)
+    others, half = _Others(), q.shape[1] // 2
     out, sums = causal.forward(q, k, v)
 
     def earlier(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,13 +107,13 @@ def forward(causal: Kernel, full: Kernel, q: jax.Array, k: jax.Array, v: jax.Arr
         return jnp.concatenate([jnp.zeros_like(part), part], 1), jnp.concatenate([nothing, part_sums], 1)
 
     def step(carry: Any, turn: jax.Array) -> tuple[Any, None]:
-        out, sums, k, v = carry
-        k, v = (lax.ppermute(x, axis, shift) for x in (k, v))
-        part, part_sums = lax.cond((mine - turn) % parts < mine, earlier, later, k, v)
-        return (*_merged(out, sums, part, part_sums), k, v), None
+        out, sums, carried = carry
+        carried, (k, v) = others.turn(carried, turn)
+        part, part_sums = lax.cond(others.source(turn) < others.mine, earlier, later, k, v)
+        return (*_merged(out, sums, part, part_sums), carried), None
 
-    start = (out.astype(jnp.float32), sums, k, v)
-    out32, sums, *_ = lax.scan(step, start, jnp.arange(1, parts))[0]
+    start = (out.astype(jnp.float32), sums, others.start(k, v))
+    out32, sums, _ = lax.scan(step, start, jnp.arange(1, others.parts))[0]
     return out32.astype(q.dtype), sums
 
 
@@ -95,10 +134,8 @@ def backward(
     sums: jax.Array,
     dout: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients; those of keys and values travel round the ring with them, and one step further, home."""
-    axis, parts, shift = _ring()
-    half = q.shape[1] // 2
-    mine = lax.axis_index(axis)
+    """Gradients towards this device's own queries, keys and values."""
+    others, half = _Others(), q.shape[1] // 2
     late = (q[:, half:], out[:, half:], sums[:, half:], dout[:, half:])
 
     def earlier(k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
@@ -111,12 +148,13 @@ def backward(
         return jnp.concatenate([jnp.zeros_like(dq), dq], 1), dk, dv
 
     def step(carry: Any, turn: jax.Array) -> tuple[Any, None]:
-        dq, k, v, dk, dv = carry
-        k, v, dk, dv = (lax.ppermute(x, axis, shift) for x in (k, v, dk, dv))
-        part_dq, part_dk, part_dv = lax.cond((mine - turn) % parts < mine, earlier, later, k, v)
-        return (dq + part_dq, k, v, dk + part_dk, dv + part_dv), None
+        dq, carried, gradients = carry
+        carried, (k, v) = others.turn(carried, turn)
+        part_dq, *part = lax.cond(others.source(turn) < others.mine, earlier, later, k, v)
+        return (dq + part_dq, carried, others.add(gradients, part, turn)), None
 
-    dq, dk, dv = (d.astype(jnp.float32) for d in causal.backward(q, k, v, out, sums, dout))
-    dq, _, _, dk, dv = lax.scan(step, (dq, k, v, dk, dv), jnp.arange(1, parts))[0]
-    dk, dv = (lax.ppermute(d, axis, shift) for d in (dk, dv))
+    dq, *own = (d.astype(jnp.float32) for d in causal.backward(q, k, v, out, sums, dout))
+    start = (dq, others.start(k, v), others.start_sum(*own))
+    dq, _, gradients = lax.scan(step, start, jnp.arange(1, others.parts))[0]
+    dk, dv = others.home(gradients)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

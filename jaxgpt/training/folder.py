@@ -35,6 +35,7 @@ CHANGEABLE = frozenset(
         "recompute",
         "layout",
         "zero",
+        "context_attention",
         "sequence_parallel",
         "steps",
         "log_every",
