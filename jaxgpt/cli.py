@@ -4,7 +4,9 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
 
 from jaxgpt import flags, presets
 from jaxgpt.arguments import given, nearest, parse
@@ -17,39 +19,55 @@ HELP = """usage: jaxgpt VERB [flags]
   eval      loss, perplexity and bits per byte of a run
   sample    text that a run writes
   check     one device against a mesh, array by array; takes train's flags
+  explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
 
-jaxgpt VERB --help lists a verb's flags with their defaults; for train and check, those of --preset or of the run in
---run."""
+jaxgpt VERB --help lists a verb's flags with their defaults; for train, check and explain, those of --preset or of the
+run in --run."""
 
 REFUSED_BY_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 """What the operating system says of a disk or folder that the user must mend."""
 
 
-Configured = tuple[RunConfig, Path | None, frozenset[str], str]
-"""A configuration, the run that --run names, the fields that were given, and the name of the preset."""
+F = TypeVar("F", bound=flags.TrainFlags)
 
 
-def configured(verb: str, args: list[str]) -> Configured:
-    """What a verb with train's flags is told. Flags that are not given come from the run that --run names, if it
-    exists, or --preset."""
-    texts = given(verb, flags.TrainFlags, args)
+def configured(verb: str, kind: type[F], args: list[str]) -> tuple[RunConfig, F, frozenset[str], str]:
+    """What a verb with train's flags is told: the configuration, all flags, those of train's that were given, and the
+    name of the preset. Flags that are not given come from the run that --run names, if it exists, or --preset."""
+    texts = given(verb, kind, args)
     run, preset = texts.get("run"), texts.get("preset")
     stored = Path(run) / "config.json" if run and preset is None else None
     preset = preset or "demo"
     base = presets.stored(stored) if stored and stored.is_file() else presets.preset(preset)
-    chosen = parse(verb, flags.TrainFlags, args, flags.defaults(base, preset, Path(run) if run else None))
-    explicit = frozenset(texts) - {"preset", "run"}
+    chosen = parse(verb, kind, args, flags.defaults(kind, base, preset, Path(run) if run else None))
+    explicit = {field.name for field in fields(flags.TrainFlags)} & set(texts) - {"preset", "run"}
     config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
-    return config, chosen.run, explicit, Path(preset).name.removesuffix(".json")
+    return config, chosen, frozenset(explicit), Path(preset).name.removesuffix(".json")
 
 
 def train(args: list[str]) -> int:
     """Trains or resumes."""
-    config, run, explicit, name = configured("train", args)
+    config, chosen, explicit, name = configured("train", flags.TrainFlags, args)
 
     from jaxgpt.training import run as runs
 
-    return runs.train(config, run, explicit, name).status
+    return runs.train(config, chosen.run, explicit, name).status
+
+
+def explain(args: list[str]) -> int:
+    """Says where everything lies on a mesh, what is kept and what is sent."""
+    config, chosen, _, _ = configured("explain", flags.ExplainFlags, args)
+    # Nothing is run on a device, and the GPUs' own start would ask for a driver.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    from jaxgpt import explain as explaining
+
+    found = explaining.explain(config, chosen.compiled)
+    if chosen.json:
+        print(explaining.to_json(found))
+    else:
+        explaining.print_tables(found)
+    return 0
 
 
 def evaluate(args: list[str]) -> int:
@@ -77,14 +95,20 @@ def sample(args: list[str]) -> int:
 
 def check(args: list[str]) -> int:
     """Compares the first steps of what train would do on one device and on the mesh; 1 where they differ."""
-    config, run, explicit, _ = configured("check", args)
+    config, chosen, explicit, _ = configured("check", flags.TrainFlags, args)
 
     from jaxgpt.training import check as checks
 
-    return checks.check(config, run, explicit).status
+    return checks.check(config, chosen.run, explicit).status
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "eval": evaluate, "sample": sample, "check": check}
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "eval": evaluate,
+    "sample": sample,
+    "check": check,
+    "explain": explain,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

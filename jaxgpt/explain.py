@@ -112,9 +112,7 @@ def _devices(compiled: str | None, config: RunConfig, sizes: mesh.Sizes, notes: 
     if compiled is not None:
         return absent.devices(compiled, count)
     if config.dtype == "bf16" and absent.missing():
-        notes.append(
-            "attention is drawn as the CPU's kernel, since cuDNN's is not here; neither sends, both keep as much"
-        )
+        notes.append("attention is traced as the kernel for CPUs, as cuDNN is not here: both send and keep the same")
         return absent.stand_ins(count, "cpu", "GPU")
     return absent.stand_ins(count, "gpu", "GPU")
 

@@ -65,6 +65,7 @@ def refused(capsys, *args: str) -> str:
 
 def test_the_flags_are_these_and_no_others():
     assert [field.name for field in dataclasses.fields(flags.TrainFlags)] == TRAIN.split()
+    assert [field.name for field in dataclasses.fields(flags.ExplainFlags)] == [*TRAIN.split(), "compiled", "json"]
     assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh"]
     assert [field.name for field in dataclasses.fields(flags.SampleFlags)] == (
         ["run", "prompt", "tokens", "temperature", "seed", "mesh"]
@@ -166,7 +167,7 @@ def test_sample(runs, capsys):
 def test_help_names_the_verbs(capsys, args):
     assert main(args) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {verb} " in out for verb in ("train", "eval", "sample"))
+    assert all(f"\n  {verb} " in out for verb in ("train", "eval", "sample", "check", "explain"))
 
 
 def test_help_shows_the_defaults_of_the_preset(capsys):
@@ -215,6 +216,12 @@ def test_help_and_complaints_do_not_wait_for_jax():
         (["train", "--kv-heads", "4"], "--kv-heads 4: must divide --heads 6"),
         (["train", "--attention-dropout", "0.1"], "--attention-dropout 0.1: only 0 is allowed"),
         (["train", "--profile", "13:10"], "--profile 13:10"),
+        (
+            ["explain", "--compiled", "h10"],
+            "--compiled h10: not allowed; give one of cpu, a100, h100, h200, b200 or None",
+        ),
+        (["explain", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["explain", "--jsn"], "--jsn: no such flag of explain; did you mean --json?"),
         (["eval"], "eval: Missing from jaxgpt eval: RUN Folder of the run. (required); see jaxgpt eval --help"),
         (["eval", "a", "b"], "b"),
         (["sample", "a", "--tokens", "0"], "--tokens 0: must be at least 1"),

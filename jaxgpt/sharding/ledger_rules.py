@@ -81,7 +81,9 @@ def _said(equation: JaxprEqn, aval: Any, named: Axes, sizes: Sizes) -> Change:
     if name == "all_to_all":
         return _boxing(axes, p, S(params["concat_axis"]), S(params["split_axis"]), held * p, aval)
     if name == "ppermute":
-        return Change(axes, p, "passed on", Cost("collective-permute", held, held, Fraction(held), held * p), aval)
+        return Change(
+            axes, p, "passed on", Cost("collective-permute", held, held, Fraction(held), float(held * p)), aval
+        )
     raise ValueError(f"{name} over {', '.join(named)}: a collective that the ledger does not know")
 
 
@@ -108,7 +110,7 @@ def _derived(equation: JaxprEqn, axis: str, sizes: Sizes) -> list[Change]:
     if name == "dot_general":  # the result can be split as one operand is; another that is split is gathered first
         lost = [i for i in lost if _result_place(equation, i, places[i]) != after]
     elif any(isinstance(signature(v.aval)[axis], S) for v in equation.outvars):
-        lost = []
+        lost = [i for i in lost if any(places[i] == S(dim) for dim in _moved(equation))]
     gathered = [_boxing((axis,), p, places[i], B, local_bytes(operands[i], sizes) * p, operands[i]) for i in lost]
     return gathered if name == "dot_general" else [replace(change, assumed=True) for change in gathered]
 
@@ -128,6 +130,20 @@ def _summed(equation: JaxprEqn) -> list[Sequence[int]]:
     if equation.primitive.name == "dot_general":
         return list(equation.params["dimension_numbers"][0])
     return [equation.params["axes"] if equation.primitive.name in REDUCTIONS else () for _ in equation.invars]
+
+
+def _moved(equation: JaxprEqn) -> Sequence[int]:
+    """The dimensions along which an operation moves elements, so that devices have need of each other's."""
+    name, params = equation.primitive.name, equation.params
+    if name in ("rev", "concatenate"):
+        return tuple(params["dimensions"]) if name == "rev" else (params["dimension"],)
+    before: Any = equation.invars[0].aval
+    after: Any = equation.outvars[0].aval
+    if name == "fft":
+        return tuple(range(before.ndim))[-len(params["fft_lengths"]) :]
+    if name in ("slice", "dynamic_slice", "pad"):
+        return [dim for dim in range(before.ndim) if before.shape[dim] != after.shape[dim]]
+    return ()
 
 
 def _result_place(equation: JaxprEqn, operand: int, place: Place) -> Place:
