@@ -194,6 +194,12 @@ def test_partial_sums_are_reduced_before_anything_is_gathered_and_into_parts():
     assert said({"a": P, "b": B}, {"a": B, "b": S(0)}) == [("b", "slice"), ("a", "all-reduce")]
 
 
+def test_a_step_says_what_it_does():
+    (step,) = path(Signature({"tensor": S(0)}), Signature({"tensor": B}), SHAPE, 4, {"data": 2, "tensor": 4})
+    assert str(step) == "tensor: S(0) -> B, all-gather, 384 B received"
+    assert step.after == Signature({})
+
+
 def test_other_axes_are_left_as_they_are():
     """A change on one of three axes is one step, however the others split."""
     sizes = {"a": 2, "b": 2, "c": 2}
@@ -277,11 +283,13 @@ def test_integers_pass_through_a_differentiated_function():
     mesh = definition.mesh({"tensor": 2})
     tokens = jax.device_put(np.arange(4), NamedSharding(mesh, PartitionSpec("tensor")))
 
-    def loss(w: jax.Array) -> jax.Array:
+    def loss(w: jax.Array, tokens: jax.Array) -> jax.Array:
         return jnp.sum(w.at[to_sbp(tokens, {})].get(out_sharding=PartitionSpec()))
 
     with jax.set_mesh(mesh):
-        assert jax.jit(jax.grad(loss))(jnp.ones(6)).tolist() == [1, 1, 1, 1, 0, 0]
+        gradient, nothing = jax.jit(jax.grad(loss, (0, 1), allow_int=True))(jnp.ones(6), tokens)
+    assert gradient.tolist() == [1, 1, 1, 1, 0, 0]
+    assert nothing.dtype == jax.dtypes.float0
 
 
 # Refused, or padded
@@ -317,6 +325,9 @@ def test_padding_is_said_and_holds_zeros():
     result = definition.whole(split, wanted, mesh)
     assert (result[:, :10] == 1).all() and (result[:, 10:] == 0).all()
     assert pad(split, wanted).shape == split.shape, "nothing to do"
+    partial = to_sbp(x, {"data": S(0), "tensor": P})
+    result = definition.whole(pad(partial, wanted), sbp(partial), mesh)
+    assert (result[:, :10] == 1).all() and (result[:, 10:] == 0).all()
 
 
 def test_a_split_dimension_is_not_padded():

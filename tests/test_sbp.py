@@ -105,6 +105,9 @@ def test_layouts_without_a_signature_are_refused():
     with pytest.raises(UserError, match="mesh axis tensor is Auto: inside jit only the compiler knows"):
         jax.jit(lambda x: sbp(x) and x).lower(x)
     assert sbp(jnp.ones(8)) == Signature({})
+    assert jax.jit(lambda x: x * len(sbp(x)))(jnp.ones(8)).sum() == 0, "no mesh, no axes"
+    with pytest.raises(UserError, match="a layout of ndarray lies on no mesh"):
+        sbp(np.ones(8))
     with pytest.raises(UserError, match="unconstrained"):
         Signature.from_spec(PartitionSpec(PartitionSpec.UNCONSTRAINED), ("tensor",))
 

@@ -177,16 +177,15 @@ def to_sbp(x: jax.Array, signature: Mapping[str, Place]) -> jax.Array:
 
     Works on arrays and inside jit, over the Explicit axes; inside a shard_map over the axes that are left to types
     (where jax before 0.12 knows no P). A P array is one whose layout is PartitionSpec(..., unreduced={axis}): JAX adds
-    such arrays, and refuses what would be wrong. The gradient moves back along the cheapest path as well; where x is
-    P, its gradient is B, which JAX calls `reduced`. Raises UserError for a signature that x cannot have.
+    such arrays, and refuses what would be wrong. The gradient, of reverse mode alone, moves back along the cheapest
+    path as well; where x is P, its gradient is B, which JAX calls `reduced`. Raises UserError for a signature that x
+    cannot have.
     """
-    wanted = signature if isinstance(signature, Signature) else Signature(signature)
-    _, sizes = _mesh_of(x)
-    check(wanted, x.shape, sizes)
+    wanted = Signature(signature)
+    check(wanted, x.shape, _mesh_of(x)[1])
     if wanted.partial and not jnp.issubdtype(x.dtype, jnp.number):
         raise UserError(f"tensor of type {x.dtype}: P on axis {wanted.partial[0]} is a sum, which needs numbers")
-    change = _boxed if jnp.issubdtype(x.dtype, jnp.inexact) else _move
-    return change(wanted.spec(), x)
+    return _boxed(wanted.spec(), x)
 
 
 def pad(x: jax.Array, signature: Mapping[str, Place]) -> jax.Array:

@@ -135,21 +135,26 @@ def sbp(x: Any) -> Signature:
     """The signature of a jax.Array, or of a NamedSharding.
 
     Inside jit it is read from the type, so the mesh's axes must be Explicit; inside a shard_map the axes over which
-    that is manual are left out, since there the program itself knows what differs. An array on one device that is on
-    no mesh has the empty signature. Raises UserError where a layout names no axes.
+    that is manual are left out, since there the program itself knows what differs. An array on no mesh has the empty
+    signature. Raises UserError where a layout names no axes.
     """
-    if not isinstance(x, NamedSharding | jax.core.Tracer) and isinstance(x.sharding, SingleDeviceSharding):
+    found = _layout(x)
+    if isinstance(found, SingleDeviceSharding) or (isinstance(found, NamedSharding) and found.mesh.empty):
         return Signature()
-    found = named_sharding(x)
-    return Signature.from_spec(found.spec, typed_axes(found))
+    sharding = named_sharding(x)
+    return Signature.from_spec(sharding.spec, typed_axes(sharding))
 
 
 def named_sharding(x: Any) -> NamedSharding:
     """An array's mesh and PartitionSpec, from its type inside jit. Raises UserError where it has none."""
-    found = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", x)
+    found = _layout(x)
     if not isinstance(found, NamedSharding) or found.mesh.empty:
         raise UserError(f"a layout of {type(found).__name__} lies on no mesh; give the array a NamedSharding first")
     return found
+
+
+def _layout(x: Any) -> Any:
+    return jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", x)
 
 
 def typed_axes(sharding: NamedSharding) -> tuple[str, ...]:
