@@ -122,6 +122,8 @@ def _origin(value: Var, body: Jaxpr, made: Mapping[Var, JaxprEqn]) -> tuple[str,
         return "input", None
     if maker.primitive.name == "name":
         return maker.params["name"], maker
+    if maker.primitive.name == "reduce_precision" and isinstance(maker.invars[0], Var):  # what recomputation adds
+        return _origin(maker.invars[0], body, made)
     parts = inner(maker)
     if len(parts) == 1 and len(parts[0][0].outvars) == len(maker.outvars):
         result = parts[0][0].outvars[maker.outvars.index(value)]
