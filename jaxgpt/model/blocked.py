@@ -108,15 +108,15 @@ def backward(
 ) -> tuple[Float[Array, "B S N K"], Float[Array, "B U M K"], Float[Array, "B U M K"]]:
     """Gradients towards q, k and v from what forward returned; or, where these keys are a part of those that out and
     sums speak of, the part's share of them."""
-    heads = k.shape[2]
+    heads, delta = k.shape[2], jnp.sum(dout.astype(jnp.float32) * out, -1)
 
     def some(_: None, each: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, ...]]:
-        q, out, sums, dout = (_grouped(x, heads) for x in (each[0], each[3], each[4], each[5]))
+        q, delta, sums, dout = (_grouped(x, heads) for x in (each[0], each[3], each[4], each[5]))
         k, v = (jnp.moveaxis(x, 1, 2) for x in each[1:3])
-        dq, dk, dv = _backward_of_some(q, k, v, out, sums, dout, causal, window)
+        dq, dk, dv = _backward_of_some(q, k, v, delta, sums, dout, causal, window)
         return None, (_flat(dq), jnp.moveaxis(dk, 1, 2), jnp.moveaxis(dv, 1, 2))
 
-    dq, dk, dv = lax.scan(some, None, _in_groups(q, k, v, out, sums, dout))[1]
+    dq, dk, dv = lax.scan(some, None, _in_groups(q, k, v, delta, sums, dout))[1]
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
@@ -129,7 +129,7 @@ def _backward_of_some(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    out: jax.Array,
+    delta: jax.Array,
     sums: jax.Array,
     dout: jax.Array,
     causal: bool,
@@ -138,7 +138,6 @@ def _backward_of_some(
     """dq [B, M, G, S, K]; dk, dv [B, M, U, K]."""
     scale, keys = q.shape[-1] ** -0.5, k.shape[-2]
     q = q * scale
-    delta = jnp.sum(dout.astype(jnp.float32) * out, -1, keepdims=True)
     # queries last: the products below then read both operands along their rows
     across_q, across_dout = jnp.swapaxes(q, -1, -2), jnp.swapaxes(dout, -1, -2)
     dqs, dk, dv = [], [], []
@@ -146,7 +145,7 @@ def _backward_of_some(
         first, last, begin, end = block
         powers = jnp.exp(_scores(q, k, block, causal, window) - sums[..., first:last, None])
         dprobabilities = jnp.einsum("bmgtk,bmsk->bmgts", dout[..., first:last, :], v[..., begin:end, :])
-        dscores = (powers * (dprobabilities - delta[..., first:last, :])).astype(q.dtype)
+        dscores = (powers * (dprobabilities - delta[..., first:last, None])).astype(q.dtype)
         dqs.append(jnp.einsum("bmgts,bmsk->bmgtk", dscores, k[..., begin:end, :]))
         place = ((0, 0),) * 3 + ((begin, keys - end),)
         dk.append(jnp.pad(jnp.einsum("bmgkt,bmgts->bmks", across_q[..., first:last], dscores), place))

@@ -89,10 +89,16 @@ def activation(x: Float[Array, "*batch D"], kind: str) -> Float[Array, "*batch D
 
 
 def _activation_backward(kind: str, kept: tuple[jax.Array], dy: jax.Array) -> tuple[jax.Array]:
-    return (jax.vjp(lambda x: _activate(x, kind), kept[0])[1](dy)[0],)
+    # the barriers keep XLA from sharing the inside of forward and backward, which would then be held between them
+    x = lax.optimization_barrier(kept[0])
+    if kind == "gelu_tanh":  # x * logistic(2 u), with u the tanh's argument: one power where tanh's slope takes two
+        slope = 2 * math.sqrt(2 / math.pi)
+        share = lax.logistic(slope * x * (1 + 0.044715 * x * x))
+        return (dy * (share + share * (1 - share) * slope * x * (1 + 3 * 0.044715 * x * x)),)
+    return (jax.vjp(lambda x: _activate(x, kind), x)[1](dy)[0],)
 
 
-activation.defvjp(lambda x, kind: (activation(x, kind), (x,)), _activation_backward)
+activation.defvjp(lambda x, kind: (lax.optimization_barrier(activation(x, kind)), (x,)), _activation_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.attention import attention
 from jaxgpt.model.elementwise import activation, dropout, gated, norm, rope_frequencies, rotary
-from jaxgpt.sharding.named import einsum, relayout
+from jaxgpt.sharding.named import linear, relayout
 
 Weights = Mapping[str, jax.Array]
 
@@ -75,29 +76,44 @@ def embed(config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: 
     return _dropout(config, x, c, 0, 0)
 
 
-def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel: str) -> jax.Array:
-    x = einsum("BSD,DMGK->BSMGK", h, w["attention.qkv.weight"], "batch length kv_heads group head")
-    x = checkpoint_name(_biased(x, w, "attention.qkv.bias"), "qkv")
+@jax.custom_vjp
+def _parted(x: Float[Array, "B S M H K"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query heads [B, S, N, K], keys and values [B, S, M, K] of each key-value head's G + 2 heads side by side."""
     batch, length, kv, group, head = x.shape
-    q = jax.lax.reshape(x[..., :-2, :], (batch, length, kv * (group - 2), head))
-    k, v = x[..., -2, :], x[..., -1, :]
+    return x[..., :-2, :].reshape(batch, length, kv * (group - 2), head), x[..., -2, :], x[..., -1, :]
+
+
+def _parted_backward(_: tuple[()], parts: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+    dq, dk, dv = parts
+    batch, length, kv, head = dk.shape
+    together = [dq.reshape(batch, length, kv, -1, head), dk[..., None, :], dv[..., None, :]]
+    return (lax.optimization_barrier(jnp.concatenate(together, -2)),)  # one pass, not one for each of its uses
+
+
+_parted.defvjp(lambda x: (_parted(x), ()), _parted_backward)
+
+
+def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel: str) -> jax.Array:
+    x = linear(h, w["attention.qkv.weight"], "batch length kv_heads group head")
+    x = checkpoint_name(_biased(x, w, "attention.qkv.bias"), "qkv")
+    q, k, v = _parted(x)
     if config.qk_norm:
         q = norm(q, w["attention.query_norm.scale"], None, "rmsnorm", config.norm_epsilon)
         k = norm(k, w["attention.key_norm.scale"], None, "rmsnorm", config.norm_epsilon)
     if c.cos is not None and c.sin is not None:
         q, k = rotary(q, c.cos, c.sin), rotary(k, c.cos, c.sin)
     o = checkpoint_name(attention(q, k, v, kernel, config.window), "attended")
-    return _biased(einsum("BSNK,NKD->BSD", o, w["attention.out.weight"], RESIDUAL), w, "attention.out.bias")
+    return _biased(linear(o, w["attention.out.weight"], RESIDUAL), w, "attention.out.bias")
 
 
 def _mlp(config: ModelConfig, w: Weights, h: jax.Array) -> jax.Array:
     if config.gated:
-        x = einsum("BSD,DCF->BSCF", h, w["mlp.in.weight"], "batch length branch mlp")
+        x = linear(h, w["mlp.in.weight"], "batch length branch mlp")
         x = gated(checkpoint_name(_biased(x, w, "mlp.in.bias"), "mlp_in"), config.activation)
     else:
-        x = einsum("BSD,DF->BSF", h, w["mlp.in.weight"], "batch length mlp")
+        x = linear(h, w["mlp.in.weight"], "batch length mlp")
         x = activation(checkpoint_name(_biased(x, w, "mlp.in.bias"), "mlp_in"), config.activation)
-    return _biased(einsum("BSF,FD->BSD", x, w["mlp.down.weight"], RESIDUAL), w, "mlp.down.bias")
+    return _biased(linear(x, w["mlp.down.weight"], RESIDUAL), w, "mlp.down.bias")
 
 
 def block(

@@ -35,6 +35,8 @@ class Stage(NamedTuple):
     dims: dict[str, tuple[str, ...]]
     used: tuple[str, ...]
     accumulated: tuple[str, ...]
+    unroll: bool = False
+    """Whether the scans are written out: what lies between forward and backward is then not copied into stacks."""
 
     def _gathered(self, weights: Weights) -> Weights:
         with jax.named_scope("gather"):
@@ -56,7 +58,7 @@ class Stage(NamedTuple):
             y, derivative = jax.vjp(self.block, self._gathered(each[0]), x, each[1], context)
             return y, Kept(x, _distinct(derivative.opaque_residuals)[0])
 
-        return lax.scan(step, x, (weights, first + jnp.arange(_blocks(weights))))
+        return lax.scan(step, x, (weights, first + jnp.arange(_blocks(weights))), unroll=self.unroll)
 
     def backward(
         self, weights: Weights, kept: Kept, dy: jax.Array, first: jax.Array, context: Any, gradients: Weights
@@ -75,7 +77,7 @@ class Stage(NamedTuple):
             return dx, added
 
         layers = first + jnp.arange(_blocks(weights))
-        return lax.scan(step, dy, (weights, layers, kept, gradients), reverse=True)
+        return lax.scan(step, dy, (weights, layers, kept, gradients), reverse=True, unroll=self.unroll)
 
 
 def _blocks(weights: Weights) -> int:

@@ -65,18 +65,20 @@ def _spec_of(x: jax.Array) -> PartitionSpec | None:
     return None if _rules.get() is None else jax.typeof(x).sharding.spec
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def einsum(formula: str, x: jax.Array, weight: jax.Array, out: str) -> jax.Array:
-    """jnp.einsum of activations x [B, S, inputs...] and a weight [inputs..., outputs...] whose result has the named
-    dimensions out, laid out as the layout says.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x: jax.Array, weight: jax.Array, out: str) -> jax.Array:
+    """The product of activations x [B, S, inputs...] and a weight [inputs..., outputs...]: [B, S, outputs...], with the
+    named dimensions out, laid out as the layout says.
 
     Which collective that takes follows from the layouts, forward and backward. A contraction over split dimensions is
     an all-reduce (Megatron's row split); or, where the residual stream's sequence lies split over the same axis, a
     reduce-scatter, and then x is gathered before it meets a weight (arXiv 2205.05198): forward, and again for the
     weight's gradient, so that only the split x is kept. The derivative is written here so that what it keeps are the
-    operands themselves and nothing is held twice, and for the form of the weight's gradient.
+    operands themselves and nothing is held twice, and for the form of the products: dimensions are contracted in the
+    order in which they lie, else XLA on CPU copies operands transposed.
     """
-    return jnp.einsum(formula, _whole_sequence(x), weight, out_sharding=spec(out))
+    contracted = (tuple(range(2, x.ndim)), tuple(range(x.ndim - 2)))
+    return lax.dot_general(_whole_sequence(x), weight, (contracted, ((), ())), out_sharding=spec(out))
 
 
 def _whole_sequence(x: jax.Array) -> jax.Array:
@@ -87,30 +89,37 @@ def _whole_sequence(x: jax.Array) -> jax.Array:
     return jax.reshard(x, PartitionSpec(None, None, *found[2:]))
 
 
-def _einsum_forward(formula: str, x: jax.Array, weight: jax.Array, out: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return einsum(formula, x, weight, out), (x, weight)
+def _linear_forward(x: jax.Array, weight: jax.Array, out: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return linear(x, weight, out), (x, weight)
 
 
-def _einsum_backward(formula: str, out: str, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
+def _linear_backward(out: str, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
     (x, weight), dy = kept, _whole_sequence(dy)
-    operands, result = formula.split("->")
-    left, right = operands.split(",")
-    dx = jnp.einsum(f"{result},{right}->{left}", dy, weight, out_sharding=_spec_of(x))
+    contracted = (tuple(range(2, dy.ndim)), tuple(range(x.ndim - 2, weight.ndim)))
+    dx = lax.dot_general(dy, weight, (contracted, ((), ())), out_sharding=_spec_of(x))
     return dx, _weight_gradient(_whole_sequence(x), dy, weight)
 
 
 def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:
     """Sum over batch and sequence of the outer products of x and dy.
 
-    The two are merged into one dimension first: contracted as two, XLA on CPU copies x transposed and computes
-    whatever made x again, with strided reads, inside of that copy.
+    Batch and sequence are merged into one dimension first: contracted as two, XLA on CPU copies x transposed and
+    computes whatever made x again, with strided reads, inside of that copy. Where nothing is split, the others are
+    merged too, and the longer one comes second, for the same reason.
     """
     tokens = x.shape[0] * x.shape[1]
-    flat_x, flat_dy = (a.reshape(tokens, *a.shape[2:]) for a in (x, dy))
-    return lax.dot_general(flat_x, flat_dy, (((0,), (0,)), ((), ())), out_sharding=_spec_of(weight))
+    over_tokens = (((0,), (0,)), ((), ()))
+    if _splits():
+        flat_x, flat_dy = (a.reshape(tokens, *a.shape[2:]) for a in (x, dy))
+        return lax.dot_general(flat_x, flat_dy, over_tokens, out_sharding=_spec_of(weight))
+    flat_x, flat_dy = x.reshape(tokens, -1), dy.reshape(tokens, -1)
+    if flat_x.shape[1] <= flat_dy.shape[1]:
+        return lax.dot_general(flat_x, flat_dy, over_tokens).reshape(weight.shape)
+    across = lax.optimization_barrier(lax.dot_general(flat_dy, flat_x, over_tokens))
+    return across.T.reshape(weight.shape)
 
 
-einsum.defvjp(_einsum_forward, _einsum_backward)
+linear.defvjp(_linear_forward, _linear_backward)
 
 
 def local(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:

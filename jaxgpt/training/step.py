@@ -34,6 +34,8 @@ from jaxgpt.training.optimizer import Optimizer, global_norm
 Arrays = dict[str, jax.Array]
 State = dict[str, Any]
 BLOCKS = "blocks."
+UNROLLED = 12
+"""Most blocks written out on a single CPU device, where copying what they keep into stacks takes a tenth of a step."""
 TOKEN, HEAD = "embedding.token.weight", "head.weight"
 
 
@@ -76,7 +78,9 @@ class Step:
         if policy is not None:
             body = jax.checkpoint(body, policy=policy)
         dims = {n.removeprefix(BLOCKS): d[1:] for n, d in self.dims.items() if n.startswith(BLOCKS)}
-        return Stage(body, dims, self.layout.rows.used, self.layout.rows.accumulated)
+        alone = set(self.sizes.values()) == {1}
+        unroll = alone and self.kernel == "blocked" and model.layers <= UNROLLED
+        return Stage(body, dims, self.layout.rows.used, self.layout.rows.accumulated, unroll)
 
     def at_rest(self, params: Arrays) -> Arrays:
         """Parameters fused, matrices in the type of computation, split as they are at rest; and typed as different on
