@@ -15,22 +15,31 @@ if TYPE_CHECKING:
     from jaxgpt.errors import UserError
     from jaxgpt.loaded import Run, load
     from jaxgpt.presets import preset
+    from jaxgpt.sharding.boxing import to_sbp
     from jaxgpt.sharding.mesh import use_devices
+    from jaxgpt.sharding.sbp import B, P, S, Signature, sbp
     from jaxgpt.training.run import evaluate, train
 
-__all__ = ["ModelConfig", "Run", "RunConfig", "UserError", "evaluate", "load", "preset", "train", "use_devices"]
-
 _PLACES = {
+    "B": "sharding.sbp",
     "ModelConfig": "config",
+    "P": "sharding.sbp",
     "Run": "loaded",
     "RunConfig": "config",
+    "S": "sharding.sbp",
+    "Signature": "sharding.sbp",
     "UserError": "errors",
     "evaluate": "training.run",
     "load": "loaded",
     "preset": "presets",
+    "sbp": "sharding.sbp",
+    "to_sbp": "sharding.boxing",
     "train": "training.run",
     "use_devices": "sharding.mesh",
 }
+
+__all__ = ["B", "ModelConfig", "P", "Run", "RunConfig", "S", "Signature", "UserError"]
+__all__ += ["evaluate", "load", "preset", "sbp", "to_sbp", "train", "use_devices"]
 
 
 def __getattr__(name: str) -> Any:

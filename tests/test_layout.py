@@ -8,7 +8,7 @@ from tiny import GPT, LLAMA, batches, run_config
 
 from jaxgpt.errors import UserError
 from jaxgpt.model.parameters import parameters
-from jaxgpt.sharding.layout import Layout, signature, split_axes
+from jaxgpt.sharding.layout import Layout, split_axes
 from jaxgpt.sharding.mesh import check, parse
 from jaxgpt.sharding.rows import overrides, rows
 from jaxgpt.training import parity
@@ -61,11 +61,6 @@ def test_fewer_key_value_heads_than_tensor_lie_whole_and_are_computed_once_a_dev
     assert many.kv_heads == 8
     assert many.rows.parameters["kv_heads"] == ()
     assert many.typed()["kv_heads"] == "tensor"
-
-
-def test_signatures_are_read_off_layouts() -> None:
-    found = signature(P(None, ("fsdp", "data"), "tensor"))
-    assert found == {"pipe": "B", "data": "S(1)", "fsdp": "S(1)", "context": "B", "tensor": "S(2)"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""A layout: the table of rows for one configuration on one mesh, as PartitionSpecs and SBP signatures.
-
-SBP signatures (arXiv 2110.15032) are the table read per axis: S(i) where dimension i lies on it, else B.
-"""
+"""A layout: the table of rows for one configuration on one mesh, as PartitionSpecs (as signatures: sharding.sbp)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgpt.config import RunConfig
 from jaxgpt.sharding.named import Sequence
-from jaxgpt.sharding.rows import AXES, MANUAL, TENSOR, Axes, Rows, rows
+from jaxgpt.sharding.rows import MANUAL, TENSOR, Axes, Rows, rows
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,6 @@ def _entry(axes: Axes) -> str | Axes | None:
 
 def _axes(entry: str | Axes | None) -> Axes:
     return (entry,) if isinstance(entry, str) else entry or ()
-
-
-def signature(spec: PartitionSpec) -> dict[str, str]:
-    """SBP signature by mesh axis: "S(dimension)" or "B" (arXiv 2110.15032)."""
-    found = dict.fromkeys(AXES, "B")
-    for position, entry in enumerate(spec):
-        for axis in _axes(entry):
-            found[axis] = f"S({position})"
-    return found
 
 
 def split_axes(spec: PartitionSpec) -> Axes:

@@ -7,8 +7,8 @@ from collections import Counter
 from jaxgpt.config import RunConfig
 from jaxgpt.data import Dataset
 from jaxgpt.model.parameters import parameters
-from jaxgpt.sharding.layout import signature
 from jaxgpt.sharding.mesh import crossing_axes, format_mesh
+from jaxgpt.sharding.sbp import S, sbp
 from jaxgpt.training import throughput
 from jaxgpt.training.console import Rows, duration, size
 from jaxgpt.training.program import Program
@@ -85,8 +85,8 @@ def layout_rows(program: Program) -> Rows:
     """Name, shape and where it lies, of each parameter."""
     rows = []
     for name, parameter in parameters(program.config.model).items():
-        axes = signature(program.shardings[name].spec)
-        split = [f"{axis}: S({parameter.dims[int(s[2:-1])]})" for axis, s in axes.items() if s.startswith("S")]
+        places = sbp(program.shardings[name])
+        split = [f"{axis}: S({parameter.dims[place.dim]})" for axis, place in places.items() if isinstance(place, S)]
         rows.append((name, " x ".join(map(str, parameter.shape)), ", ".join(split) or "B"))
     return rows
 
