@@ -49,7 +49,7 @@ def test_the_commands_are_known():
     assert verbs == [
         [".venv/bin/jaxgpt", "train"],
         [".venv/bin/pytest"],
-        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample")),
+        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample", "explain", "check")),
     ]
 
 
@@ -74,7 +74,7 @@ def test_the_first_command_trains_in_a_process_of_its_own(folder, there):
 
 
 def test_the_other_commands_in_turn(folder, there, capsys):
-    train, resume, evaluate, sample = (parts(command)[0][1:] for command in COMMANDS[2:])
+    train, resume, evaluate, sample, explain, check = (parts(command)[0][1:] for command in COMMANDS[2:])
     assert main([*train, *TINY]) == 0
     assert (folder / "runs" / "mine" / "loss.png").stat().st_size > 0
     capsys.readouterr()
@@ -85,6 +85,12 @@ def test_the_other_commands_in_turn(folder, there, capsys):
     assert main([*sample, "--tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("def main(")
     notebook()
+    assert main(check + TINY + ["--data", "my_texts"]) == 0
+    assert "parameter blocks.mlp.up.weight" in capsys.readouterr().out
+    in_process = [sys.executable, "-m", "jaxgpt", *explain]  # as it is: it needs no device, but JAX not yet started
+    done = subprocess.run(in_process, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "4096 devices" in done.stdout
 
 
 def notebook() -> None:
