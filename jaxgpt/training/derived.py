@@ -9,7 +9,7 @@ from jaxgpt.data import Dataset
 from jaxgpt.model.parameters import parameters
 from jaxgpt.sharding.mesh import crossing_axes, format_mesh
 from jaxgpt.sharding.sbp import S, sbp
-from jaxgpt.training import throughput
+from jaxgpt.training import overridden, throughput
 from jaxgpt.training.console import Rows, duration, size
 from jaxgpt.training.program import Program
 
@@ -18,12 +18,14 @@ Table = tuple[str, Rows]
 
 def tables(config: RunConfig, program: Program, dataset: Dataset) -> list[Table]:
     """Title and rows of each table. Compiles the train step, whose memory is among them."""
+    changed = [(f"what --layout {config.layout} costs a device", overridden.rows(program))] if config.layout else []
     return [
         ("data", _data(config, dataset)),
         ("parameters", _parameters(config)),
         ("a step", _step(config, program, dataset)),
         ("mesh", _mesh(program)),
         ("layouts: S(dimension) where an axis splits it, B (a whole copy) on all other axes", layout_rows(program)),
+        *changed,
         ("memory a device, of the compiled step", _memory(program)),
     ]
 

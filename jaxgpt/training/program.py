@@ -154,9 +154,14 @@ class Program:
         return jax.jit(inside, donate_argnums=0)
 
     @cached_property
+    def traced(self) -> Any:
+        """The traced train step; traced.jaxpr is what the ledger reads."""
+        return self._update.trace(self.targets(), self.batch_targets())
+
+    @cached_property
     def compiled(self) -> Any:
         """The compiled train step."""
-        return self._update.lower(self.targets(), self.batch_targets()).compile()
+        return self.traced.lower().compile()
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
         """One train step; state is given up. Metrics are scalars on the devices."""
