@@ -79,7 +79,7 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
 
 def _plain(config: RunConfig) -> RunConfig:
     """The configuration without what only a mesh or a want of memory asks for."""
-    return dataclasses.replace(config, zero=0, sequence_parallel=False, recompute="none", micro_batch=None)
+    return dataclasses.replace(config, zero=0, sequence_parallel=False, layout="", recompute="none", micro_batch=None)
 
 
 # What is compared
@@ -98,9 +98,7 @@ def _compared(config: RunConfig, run: Path | None, all_steps: bool, console: Con
     )
     changed = dataclasses.replace(config, epsilon=max(config.epsilon, EPSILON), warmup=0)
     if changed.epsilon != config.epsilon:
-        console.say(
-            f"--epsilon {changed.epsilon:g} in place of {config.epsilon:g}, which makes steps of rounding"
-        )
+        console.say(f"--epsilon {changed.epsilon:g} in place of {config.epsilon:g}, which makes steps of rounding")
     if changed.warmup != config.warmup:
         console.say(f"--warmup 0 in place of {config.warmup}, in which the first steps change next to nothing")
     batches = []
