@@ -221,7 +221,7 @@ def _communication_rows(found: Explanation) -> Rows:
     """Lines that differ in shape alone are one row; the dearest first."""
     groups: dict[tuple[object, ...], list[Line]] = {}
     for line in found.lines:
-        key = line.kind, line.axes, line.dtype, line.times, line.phase, line.source, line.assumed
+        key = line.kind, line.axes, line.dtype, line.times, line.phase, line.source, line.assumed, line.merged
         groups.setdefault(key, []).append(line)
     received = {key: sum(line.times * line.received for line in lines) for key, lines in groups.items()}
     return [_communication_row(found, groups[key]) for key in sorted(groups, key=lambda key: -received[key])]
@@ -234,7 +234,7 @@ def _communication_row(found: Explanation, lines: list[Line]) -> tuple[str, ...]
     several = f"{one.dtype}, {len(lines)} arrays"
     changes = dict.fromkeys(line.change for line in lines)
     return (
-        one.kind + (" (assumed)" if one.assumed else ""),
+        one.kind + (" (assumed)" if one.assumed else "") + (f" (for {1 + one.merged} places)" if one.merged else ""),
         ", ".join(one.axes),
         " or ".join(changes) if len(changes) < 3 else f"{one.change} and {len(changes) - 1} more",
         shown if len(lines) == 1 else several,

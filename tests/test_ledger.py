@@ -270,6 +270,29 @@ def test_loops_multiply_and_dead_code_does_not_count():
     assert [(each[0], each[-1]) for each in sent(manual(twice), ((32,), P(("data", "tensor"))))] == [("all-reduce", 15)]
 
 
+def test_what_is_sent_twice_alike_is_sent_once():
+    """As compilers merge it: through calls, but not with what a loop's body or recomputation sends."""
+
+    def whole(x):
+        return jax.reshard(x, P())
+
+    called = jax.custom_vjp(whole)
+    called.defvjp(lambda x: (called(x), x), lambda x, dy: (dy,))
+
+    def alike(x):
+        return whole(x) + jax.jit(whole)(x) + jax.jit(lambda x: called(x))(x)
+
+    def apart(x):
+        looped = lax.scan(lambda total, _: (total + whole(x), None), whole(x), None, length=3)[0]
+        return looped + jax.checkpoint(lambda x: whole(x) * 2)(x) + whole(2 * x)
+
+    with jax.sharding.use_abstract_mesh(MESH):
+        (line,) = ledger(jax.jit(alike).trace(array((8, 4), P("tensor"))).jaxpr, SIZES)
+        others = ledger(jax.jit(apart).trace(array((8, 4), P("tensor"))).jaxpr, SIZES)
+    assert (line.kind, line.times, line.merged) == ("all-gather", 1, 2)
+    assert sorted((each.times, each.merged) for each in others) == [(1, 0), (1, 0), (1, 0), (3, 0)]
+
+
 def test_of_a_cond_the_dearest_branch_is_counted():
     def choose(x):
         small, large = (lambda x: x + lax.psum(x, "data")), (lambda x: x + lax.psum(x, ("data", "tensor")))

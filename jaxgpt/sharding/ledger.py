@@ -4,12 +4,13 @@
         print(line.kind, line.axes, line.times * line.received, line.source)
 
 Inside a shard_map a program says itself what it sends over the manual axes, and over the typed ones it follows from the
-types (ledger_rules). A loop multiplies; of a cond the dearest branch is counted; what no result needs is not.
+types (ledger_rules). A loop multiplies; of a cond the dearest branch is counted; what no result needs is not, and what
+is sent twice alike is once.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -65,6 +66,8 @@ class Line:
     """... and all of them, from the innermost."""
     assumed: bool
     """Whether no rule is known for the operation, and the compiler is taken to gather its operand."""
+    merged: int = 0
+    """How many further places of the program send the same array in the same way: compilers send it once."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def ledger(program: Any, sizes: Sizes, moved: bool = False) -> list[Line]:
     moved: count an all-reduce that a loop only adds up once, after the loop, where XLA puts it on GPUs. Raises
     ValueError for a collective that it does not know, and for one in a loop whose length is not in the program.
     """
-    return list(_walk(live(program), Where(), sizes, moved))
+    return _Reader(sizes, moved).read(live(program), Where())
 
 
 def totals(lines: Sequence[Line]) -> dict[tuple[str, Axes], Total]:
@@ -98,24 +101,76 @@ def totals(lines: Sequence[Line]) -> dict[tuple[str, Axes], Total]:
     return dict(sorted(found.items(), key=lambda item: -item[1].received))
 
 
-def _walk(jaxpr: Jaxpr, where: Where, sizes: Sizes, moved: bool, scan: Scan | None = None) -> Iterator[Line]:
-    """scan: the loop whose body the program is, if it is one."""
-    added_up = _added_up(scan) if scan and moved else frozenset()
-    for equation in jaxpr.eqns:
-        alternatives, parts = branches(equation), inner(equation)
-        if alternatives:
-            each = [list(_walk(branch, where.enter(equation), sizes, moved)) for branch in alternatives]
-            yield from max(each, key=lambda lines: sum(line.times * line.received for line in lines))
-        for part, times in parts:
-            lines = list(_walk(part, where.enter(equation).repeated(times or 1), sizes, moved, scan_of(equation)))
-            if times is None and lines:
-                raise ValueError(f"{lines[0].source}: {lines[0].kind} in a loop of unknown length")
-            yield from lines
-        if not alternatives and not parts:
-            for change in changes(equation, sizes):
-                once = change.cost.kind == "all-reduce" and equation.outvars[0] in added_up
-                turns = scan.length if scan and once else 1
-                yield _line(change, where.enter(equation), turns, sizes)
+class _Reader:
+    """Reads one computation: a program or a loop's body, with all that it calls."""
+
+    def __init__(self, sizes: Sizes, moved: bool, scan: Scan | None = None) -> None:
+        """scan: the loop whose body is read."""
+        self.sizes, self.moved, self.scan = sizes, moved, scan
+        self.added_up = _added_up(scan) if scan and moved else frozenset()
+        self.lines: list[Line] = []
+        self.values: dict[Var, Hashable] = {}
+        """The same for variables that hold the same array, within a call and outside of it."""
+        self.made: dict[Hashable, tuple[slice, list[Hashable]]] = {}
+        """What communicates -> its lines and results."""
+
+    def read(self, jaxpr: Jaxpr, where: Where) -> list[Line]:
+        """The lines so far, with the program's."""
+        for equation in jaxpr.eqns:
+            alternatives, parts = branches(equation), inner(equation)
+            if alternatives:
+                each = [self._inside(equation, branch, 1, where) for branch in alternatives]
+                self.lines += max(each, key=lambda lines: sum(line.times * line.received for line in lines))
+            for part, times in parts:
+                if equation.primitive.name in ("scan", "while"):
+                    self.lines += self._inside(equation, part, times, where)
+                else:
+                    self._call(equation, part, where)
+            if not alternatives and not parts:
+                self._leaf(equation, where)
+        return self.lines
+
+    def _inside(self, equation: JaxprEqn, part: Jaxpr, times: int | None, where: Where) -> list[Line]:
+        """The lines of a computation of its own."""
+        reader = _Reader(self.sizes, self.moved, scan_of(equation))
+        lines = reader.read(part, where.enter(equation).repeated(times or 1))
+        if times is None and lines:
+            raise ValueError(f"{lines[0].source}: {lines[0].kind} in a loop of unknown length")
+        return lines
+
+    def _call(self, equation: JaxprEqn, part: Jaxpr, where: Where) -> None:
+        """A program that compilers put in the place of the equation. What is recomputed is kept apart from the rest."""
+        apart = equation.primitive.name.startswith(("remat", "checkpoint"))
+        ins, outs = (equation.params.get(name) for name in ("in_specs", "out_specs"))  # of a shard_map
+        for i, (ours, theirs) in enumerate(zip(part.invars, equation.invars, strict=True)):
+            same = self._value(theirs) if ins is None else (self._value(theirs), str(ins[i]))
+            self.values[ours] = object() if apart else same
+        self.read(part, where.enter(equation))
+        for i, (result, made) in enumerate(zip(equation.outvars, part.outvars, strict=True)):
+            self.values[result] = self._value(made) if outs is None else (self._value(made), str(outs[i]))
+
+    def _leaf(self, equation: JaxprEqn, where: Where) -> None:
+        """An equation by itself. One that sends what another before it does is merged with that by compilers."""
+        results: list[Hashable] = [object() for _ in equation.outvars]
+        found = changes(equation, self.sizes)
+        if found:
+            key = (equation.primitive.name, tuple(map(self._value, equation.invars)), str(equation.params))
+            place = slice(len(self.lines), len(self.lines) + len(found))
+            if key in self.made:
+                place, results = self.made[key]
+                self.lines[place] = [replace(line, merged=line.merged + 1) for line in self.lines[place]]
+            else:
+                self.made[key] = place, results
+                self.lines += [self._line(change, equation, where) for change in found]
+        self.values.update(zip(equation.outvars, results, strict=True))
+
+    def _value(self, variable: Any) -> Hashable:
+        return self.values.setdefault(variable, object()) if isinstance(variable, Var) else id(variable)
+
+    def _line(self, change: Change, equation: JaxprEqn, where: Where) -> Line:
+        once = change.cost.kind == "all-reduce" and equation.outvars[0] in self.added_up
+        turns = self.scan.length if self.scan and once else 1
+        return _line(change, where.enter(equation), turns, self.sizes)
 
 
 def _line(change: Change, where: Where, turns: int, sizes: Sizes) -> Line:
