@@ -94,7 +94,7 @@ def _compared(config: RunConfig, run: Path | None, all_steps: bool, console: Con
     config = folder.resolve(config, dataset)
     steps = config.steps if all_steps else min(STEPS, config.steps)
     console.say(
-        f"compared: the first {steps} of {config.steps:,} steps" + ("" if all_steps else "; --steps takes more")
+        f"compared: the first {steps} of {config.steps:,} steps" + ("" if all_steps else "; --steps compares more")
     )
     changed = dataclasses.replace(config, epsilon=max(config.epsilon, EPSILON), warmup=0)
     if changed.epsilon != config.epsilon:
