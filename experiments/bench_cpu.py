@@ -88,9 +88,9 @@ def run_theirs(text: str, vocab: int) -> None:
         eos_token_id=0,
         use_cache=False,
         attn_implementation="sdpa",
-        loss_type="ForCausalLM",
     )
     model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batch = sampler(text)
