@@ -1,13 +1,14 @@
 """`jaxgpt check`: a user's configuration proved on his own data, failed where it is wrong, refused in one line."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from quickly import unoptimized
 
 from jaxgpt import presets
 from jaxgpt.cli import main
@@ -45,14 +46,6 @@ def checked(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     return run
 
 
-@pytest.fixture
-def unoptimized() -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 class Told:
     """In place of training: traces of one value each, told by type of computation and number of devices."""
 
@@ -80,10 +73,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 # Through and through
 
 
-@pytest.mark.usefixtures("unoptimized")
 def test_a_configuration_is_proved(checked: Checked) -> None:
     flags = "--mesh data=2,tensor=2 --sequence-parallel --zero 1 --dropout 0.1 --micro-batch 2 --dtype bf16"
-    status, lines = checked(*flags.split())
+    with unoptimized():
+        status, lines = checked(*flags.split())
     assert status == 0
     assert "one device: 3 x 2 microbatches of 4 x 16 tokens, fp32" in lines
     assert "one device: 3 x 2 microbatches of 4 x 16 tokens, bf16" in lines
@@ -92,7 +85,6 @@ def test_a_configuration_is_proved(checked: Checked) -> None:
     assert not [line for line in lines if "DIFFERS" in line]
 
 
-@pytest.mark.usefixtures("unoptimized")
 def test_a_fault_is_shown_by_name_and_place(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted on the mesh: the last norm's gradient misses one element."""
     real = train_step.Step.reduced
@@ -102,7 +94,8 @@ def test_a_fault_is_shown_by_name_and_place(checked: Checked, monkeypatch: pytes
         return whole.at[7].set(0) if name == "final_norm.scale" and self.sizes["data"] == 2 else whole
 
     monkeypatch.setattr(train_step.Step, "reduced", reduced)
-    status, lines = checked("--mesh", "data=2", "--steps", "1")
+    with unoptimized():
+        status, lines = checked("--mesh", "data=2", "--steps", "1")
     assert status == 1
     (title,) = [number for number, line in enumerate(lines) if line.startswith("largest difference")]
     worst = lines[title + 1]

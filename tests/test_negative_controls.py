@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from quickly import unoptimized
 from tiny import GPT, LLAMA, batches, run_config
 
 from jaxgpt.config import RunConfig
@@ -45,12 +46,10 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quickly() -> Iterator[None]:
-    """A fault does not hide in the compiler's optimizations, and these take more than half the time."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def compiled_quickly() -> Iterator[None]:
+    """A fault does not hide in the compiler's optimizations."""
+    with unoptimized():
+        yield
 
 
 @cache
