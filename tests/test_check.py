@@ -139,7 +139,9 @@ def test_all_devices_are_on_data_without_a_mesh(checked: Checked, told: Told) ->
 
 
 def test_one_device_against_itself(checked: Checked, told: Told) -> None:
-    assert checked("--mesh", "data=1")[0] == 0
+    status, lines = checked("--mesh", "data=1")
+    assert status == 0
+    assert lines[0].startswith("one device on both sides: ")
     assert [program.mesh.size for program in told.programs] == [1, 1]
 
 

@@ -68,6 +68,8 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
         if one is not None:
             console.fallback(one)
     text = mesh.format_mesh(sizes)
+    if text == ONE:
+        console.fallback("one device on both sides: accumulation and recomputation are proved alone; --mesh splits")
     for each, where in ((_plain(config), ONE), (config, text)):
         _refuse_too_large(parity.program(each, where))
     compared, batches = _compared(config, run, "steps" in explicit, console)
