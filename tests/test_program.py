@@ -75,7 +75,8 @@ def test_accumulation_is_one_batch() -> None:
     np.testing.assert_allclose(loss, loss_again, rtol=1e-6)
     largest = max(float(abs(g).max()) for g in gradients.values())
     for name, gradient in gradients.items():
-        np.testing.assert_allclose(gradient, gradients_again[name], rtol=1e-5, atol=1e-7 * largest, err_msg=name)
+        allowed = max(1e-5 * float(abs(gradient).max()), 1e-7 * largest)  # as parity has it
+        assert float(abs(gradient - gradients_again[name]).max()) <= allowed, name
 
 
 def test_no_valid_token_gives_no_loss_and_no_nan() -> None:

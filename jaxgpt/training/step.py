@@ -79,7 +79,8 @@ class Step:
             body = jax.checkpoint(body, policy=policy)
         dims = {n.removeprefix(BLOCKS): d[1:] for n, d in self.dims.items() if n.startswith(BLOCKS)}
         alone = set(self.sizes.values()) == {1}
-        unroll = alone and self.kernel == "blocked" and model.layers <= UNROLLED
+        # not with recomputation: where forward and backward stand side by side, XLA keeps what both compute
+        unroll = alone and policy is None and self.kernel == "blocked" and model.layers <= UNROLLED
         return Stage(body, dims, self.layout.rows.used, self.layout.rows.accumulated, unroll)
 
     def at_rest(self, params: Arrays) -> Arrays:
