@@ -282,15 +282,17 @@ def test_what_is_sent_twice_alike_is_sent_once():
     def alike(x):
         return whole(x) + jax.jit(whole)(x) + jax.jit(lambda x: called(x))(x)
 
+    doubled = jax.jit(lambda x: whole(x + x))  # one program, called with two arrays
+
     def apart(x):
         looped = lax.scan(lambda total, _: (total + whole(x), None), whole(x), None, length=3)[0]
-        return looped + jax.checkpoint(lambda x: whole(x) * 2)(x) + whole(2 * x)
+        return looped + jax.checkpoint(lambda x: whole(x) * 2)(x) + doubled(2 * x) + doubled(3 * x)
 
     with jax.sharding.use_abstract_mesh(MESH):
         (line,) = ledger(jax.jit(alike).trace(array((8, 4), P("tensor"))).jaxpr, SIZES)
         others = ledger(jax.jit(apart).trace(array((8, 4), P("tensor"))).jaxpr, SIZES)
     assert (line.kind, line.times, line.merged) == ("all-gather", 1, 2)
-    assert sorted((each.times, each.merged) for each in others) == [(1, 0), (1, 0), (1, 0), (3, 0)]
+    assert sorted((each.times, each.merged) for each in others) == [(1, 0)] * 4 + [(3, 0)]
 
 
 def test_of_a_cond_the_dearest_branch_is_counted():

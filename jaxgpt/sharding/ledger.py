@@ -118,6 +118,7 @@ class _Reader:
         """The lines so far, with the program's."""
         for equation in jaxpr.eqns:
             alternatives, parts = branches(equation), inner(equation)
+            self.values.update((v, object()) for v in equation.outvars)  # a program may be read for several calls
             if alternatives:
                 each = [self._inside(equation, branch, 1, where) for branch in alternatives]
                 self.lines += max(each, key=lambda lines: sum(line.times * line.received for line in lines))
@@ -151,18 +152,18 @@ class _Reader:
 
     def _leaf(self, equation: JaxprEqn, where: Where) -> None:
         """An equation by itself. One that sends what another before it does is merged with that by compilers."""
-        results: list[Hashable] = [object() for _ in equation.outvars]
         found = changes(equation, self.sizes)
-        if found:
-            key = (equation.primitive.name, tuple(map(self._value, equation.invars)), str(equation.params))
-            place = slice(len(self.lines), len(self.lines) + len(found))
-            if key in self.made:
-                place, results = self.made[key]
-                self.lines[place] = [replace(line, merged=line.merged + 1) for line in self.lines[place]]
-            else:
-                self.made[key] = place, results
-                self.lines += [self._line(change, equation, where) for change in found]
-        self.values.update(zip(equation.outvars, results, strict=True))
+        if not found:
+            return
+        key = (equation.primitive.name, tuple(map(self._value, equation.invars)), str(equation.params))
+        if key in self.made:
+            place, results = self.made[key]
+            self.lines[place] = [replace(line, merged=line.merged + 1) for line in self.lines[place]]
+            self.values.update(zip(equation.outvars, results, strict=True))
+            return
+        place = slice(len(self.lines), len(self.lines) + len(found))
+        self.made[key] = place, [self._value(v) for v in equation.outvars]
+        self.lines += [self._line(change, equation, where) for change in found]
 
     def _value(self, variable: Any) -> Hashable:
         return self.values.setdefault(variable, object()) if isinstance(variable, Var) else id(variable)
