@@ -23,13 +23,16 @@ def given(verb: str, kind: type, args: list[str]) -> dict[str, str | None]:
     Raises UserError for a flag that the dataclass `kind` does not have, with the closest one that it has.
     """
     found: dict[str, str | None] = {}
+    hints = get_type_hints(kind)
     known = {"--" + field.name.replace("_", "-"): field.name for field in fields(kind)} | {"--help": "help"}
+    known |= {f"--no-{flag[2:]}": name for flag, name in known.items() if hints.get(name) is bool}
     for arg, after in itertools.zip_longest(args, args[1:]):
         if arg.startswith("--"):
             flag, equals, text = arg.partition("=")
             name = known.get(flag.replace("_", "-"))
             if name is None:
-                raise UserError(f"{flag}: no such flag of {verb}; {nearest(flag, known)}see jaxgpt {verb} --help")
+                hint = nearest(flag, known) or "a value that begins with dashes is given as --flag=VALUE; "
+                raise UserError(f"{flag}: no such flag of {verb}; {hint}see jaxgpt {verb} --help")
             found[name] = text if equals else None if after is None or after.startswith("--") else after
     return found
 
@@ -72,7 +75,7 @@ def _allowed(hint: Any) -> str:
     """What a flag of that type takes, in words."""
     words = {int: "a whole number", float: "a number", str: "a text", Path: "a path", type(None): "None"}
     if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
+        return f"one of {', '.join(str(choice) for choice in get_args(hint))}"
     return words[hint] if hint in words else " or ".join(_allowed(each) for each in get_args(hint))
 
 

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxgpt.errors import UserError, require
 
@@ -38,6 +41,13 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
     original_seq: int = 8192
     """Context length before scaling (llama3)."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.factor < math.inf, "rope_scaling.factor", self.factor, "must be above 0 and finite")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        allowed = f"must be above 0 and below {high}, the high one"
+        require(0 < low < high, "rope_scaling.low_frequency_factor", low, allowed)
+        require(self.original_seq >= 1, "rope_scaling.original_seq", self.original_seq, "must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +156,8 @@ class ModelConfig:
             "only 0 is allowed, since the attention kernels have no dropout",
             "use --dropout, which acts on the embedding and the residual stream",
         )
+        for flag in ("rope_base", "norm_epsilon", "init_std"):
+            require(0 < getattr(self, flag) < math.inf, flag, getattr(self, flag), "must be above 0 and finite")
         require(0 < self.rope_fraction <= 1, "rope_fraction", self.rope_fraction, "must be above 0 and at most 1")
         require(
             self.positions == "learned" or self.rotated >= 2,
@@ -221,7 +233,8 @@ class RunConfig:
         for flag in ("seed", "warmup", "eval_every", "save_every", "eval_tokens", "clip", "weight_decay", "min_lr"):
             require(getattr(self, flag) >= 0, _flag(flag), getattr(self, flag), "must be at least 0")
         for flag in ("lr", "epsilon"):
-            require(getattr(self, flag) > 0, _flag(flag), getattr(self, flag), "must be above 0")
+            value = getattr(self, flag)
+            require(0 < value < math.inf, _flag(flag), value, "must be above 0 and finite")
         for flag in ("beta1", "beta2"):
             require(0 <= getattr(self, flag) < 1, _flag(flag), getattr(self, flag), "must be at least 0 and below 1")
         require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")
@@ -249,6 +262,7 @@ def from_json(text: str, name: str) -> RunConfig:
     try:
         fields = json.loads(text)
         fields["model"] = _model(fields["model"])
+        _check_types(RunConfig, fields)
         return RunConfig(**fields)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
@@ -256,8 +270,39 @@ def from_json(text: str, name: str) -> RunConfig:
         raise UserError(f"{name}: not a configuration of jaxgpt ({error})") from None
 
 
+def _check_types(kind: type, values: Mapping[str, Any]) -> None:
+    """Refuses a value that is not of its field's type: a file can say what a flag cannot. Raises UserError."""
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if name not in hints or dataclasses.is_dataclass(hints[name]) or name == "rope_scaling":
+            continue
+        hint = hints[name]
+        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not any(_is(value, each) for each in allowed):
+            said = " or ".join(_said(each) for each in allowed)
+            raise UserError(f"{name} {json.dumps(value)}: must be {said}")
+
+
+def _is(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return any(value == each and type(value) is type(each) for each in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is hint
+
+
+def _said(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(json.dumps(each) for each in get_args(hint))}"
+    words = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", type(None): "null"}
+    return words[hint]
+
+
 def _model(fields: dict[str, Any]) -> ModelConfig:
     scaling = fields.get("rope_scaling")
+    _check_types(ModelConfig, fields)
+    if scaling:
+        _check_types(RopeScaling, scaling)
     return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 

@@ -1,5 +1,6 @@
 """A trained run opened in a notebook: the sharded model, called, read and made to write."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -43,7 +44,9 @@ class Run:
 
     def _checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
         model = self.config.model
-        require(tokens.ndim == 2, "tokens", tokens.shape, "must have two dimensions, [batch, sequence]")
+        require(tokens.dtype.kind in "iu", "tokens", tokens.dtype, "must be whole numbers")
+        two = tokens.ndim == 2 and tokens.size > 0
+        require(two, "tokens", tokens.shape, "must have two dimensions, [batch, sequence], and none of them empty")
         require(tokens.shape[1] <= model.seq, "tokens", tokens.shape, f"are longer than the context of {model.seq}")
         wrong = tokens[(tokens < 0) | (tokens >= model.vocab)]
         require(not wrong.size, "tokens", wrong[:3], f"must be at least 0 and below the vocabulary's {model.vocab}")
@@ -68,7 +71,15 @@ class Run:
         encoded = [self.tokenizer.encode(text) for text in prompts]
         for text, ids in zip(prompts, encoded, strict=True):
             require(len(ids) > 0, "--prompt", repr(text), "must have at least one token")
-        require(temperature >= 0, "--temperature", temperature, "must be at least 0")
+        require(len(prompts) > 0, "prompts", prompts, "must be one at least")
+        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
+        require(0 <= seed < 2**64, "--seed", seed, "must be at least 0 and below 2**64")
+        require(
+            temperature == 0 or 1e-3 <= temperature < math.inf,
+            "--temperature",
+            temperature,
+            "must be 0, for the likeliest token, or at least 0.001",
+        )
         written = generate(
             partial(self.program.next_logits, self.params),
             [ids.tolist() for ids in encoded],

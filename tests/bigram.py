@@ -78,7 +78,7 @@ def _loss(table: jax.Array, batch: Tree) -> tuple[jax.Array, jax.Array]:
     whole = jax.reshard(table, PartitionSpec())
     logits = whole.at[batch["inputs"]].get(mode="clip")
     valid = batch["targets"] >= 0
-    picked = jnp.take_along_axis(logits, jnp.maximum(batch["targets"], 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(logits, jnp.clip(batch["targets"], 0, 255)[..., None], axis=-1)[..., 0]
     return jnp.sum(jnp.where(valid, jax.nn.logsumexp(logits, -1) - picked, 0.0)), jnp.sum(valid)
 
 

@@ -265,3 +265,10 @@ def test_bugs_keep_their_traceback(runs, bug):
     runs.train = train
     with pytest.raises(type(bug), match="a bug"):
         main(["train"])
+
+
+def test_a_switch_can_be_turned_off_and_a_value_begin_with_dashes(runs):
+    config, _, explicit = trained(runs, "--no-sequence-parallel", "--prompt=-- x")
+    assert config.sequence_parallel is False
+    assert config.prompt == "-- x"
+    assert {"sequence_parallel", "prompt"} <= explicit

@@ -116,3 +116,40 @@ def test_differences_name_fields_of_run_and_model():
     assert differences(ours, theirs) == ["mesh: , data=2", "steps: 5, 6", "model.layers: 4, 2"]
     assert differences(ours, theirs, frozenset({"steps", "mesh"})) == ["model.layers: 4, 2"]
     assert differences(ours, ours) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("model.positions", "alibi", 'positions "alibi": must be one of "learned", "rotary"'),
+        ("model.tied", "no", 'tied "no": must be true or false'),
+        ("model.layers", 2.5, "layers 2.5: must be a whole number"),
+        ("model.window", 2.5, "window 2.5: must be a whole number or null"),
+        ("model.rope_base", -5.0, "rope_base -5.0: must be above 0 and finite"),
+        ("model.rope_scaling", {"factor": 0.0}, "rope_scaling.factor 0.0: must be above 0"),
+        ("sequence_parallel", "false", "must be true or false"),
+        ("dtype", "fp8", 'dtype "fp8": must be one of "auto", "bf16", "fp32"'),
+        ("zero", 7, "zero 7: must be one of 0, 1, 2, 3"),
+        ("zero", True, "zero true: must be one of 0, 1, 2, 3"),
+        ("steps", 3.5, "steps 3.5: must be a whole number"),
+        ("data", 5, "data 5: must be a text"),
+        ("lr", "fast", 'lr "fast": must be a finite number'),
+    ],
+)
+def test_a_file_says_no_more_than_flags_can(path, value, says):
+    fields = json.loads(to_json(RunConfig()))
+    *parents, last = path.split(".")
+    place = fields
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    with pytest.raises(UserError) as caught:
+        from_json(json.dumps(fields), "mine.json")
+    assert says in str(caught.value)
+    assert str(caught.value).startswith("mine.json: ")
+
+
+def test_every_field_comes_back_from_a_file():
+    scaled = ModelConfig(positions="rotary", rope_scaling=RopeScaling(kind="llama3", factor=8.0), window=5, kv_heads=2)
+    config = RunConfig(model=scaled, micro_batch=2, zero=2, sequence_parallel=True)
+    assert from_json(to_json(config), "mine.json") == config

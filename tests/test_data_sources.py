@@ -219,3 +219,13 @@ def test_names_that_are_not_utf8_can_be_printed(tmp_path):
         file.write(PNG)
     fill(tmp_path, {"good.txt": "fine"})
     assert "1 left out: caf\ufffd.bin" in sources.find_documents(str(tmp_path)).describe()
+
+
+def test_a_run_in_the_folder_is_no_text(tmp_path):
+    """Else a run that is written beside its data changes them."""
+    (tmp_path / "a.txt").write_text("text")
+    run = tmp_path / "runs" / "demo-1"
+    (run / "checkpoints").mkdir(parents=True)
+    for name in (".lock", "config.json", "sample.txt", "checkpoints/notes.txt"):
+        (run / name).write_text("not text to train on")
+    assert [document.name for document in sources.find_documents(str(tmp_path)).documents] == ["a.txt"]

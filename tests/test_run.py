@@ -301,3 +301,19 @@ def test_evaluation_of_what_is_no_run_is_refused(tmp_path: Path, data: Path) -> 
         run.evaluate(tmp_path)
     with pytest.raises(UserError, match="is not the folder of a run"):
         run.evaluate(tmp_path / "none")
+
+
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Bigram.step
+
+    def step(self: Bigram, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        state, metrics = real(self, state, batch)
+        wrong = int(state["step"]) >= 5
+        return state, {n: a * np.nan if wrong and n == "loss" else a for n, a in metrics.items()}
+
+    monkeypatch.setattr(Bigram, "step", step)
+    with pytest.raises(UserError, match=r"step 6: loss is nan; the checkpoint of step 4 is kept; take a lower --lr"):
+        run.train(config(data, steps=12, log_every=100, eval_every=0, save_every=2), tmp_path / "run")
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 4

@@ -168,6 +168,8 @@ def _walk(root: str) -> Iterator[tuple[str, str]]:
         raise _unreadable(error.filename, error)
 
     for folder, folders, files in os.walk(root, onerror=refuse):
+        if ".lock" in files and "config.json" in files:  # a run, written while this is read: its text is not data
+            folders[:], files = [], []
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in files:
             path = os.path.join(folder, file)

@@ -6,6 +6,8 @@ the host never waits for the devices.
 
 import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.data import Dataset, Prefetcher, training_batch
+from jaxgpt.errors import UserError
 from jaxgpt.training import folder
 from jaxgpt.training.checkpoint import Writer
 from jaxgpt.training.console import Console
@@ -64,6 +67,7 @@ class Loop:
         self._pace = Pace(self.done, config.steps, config.global_batch * config.model.seq, peak, flops)
         self._pending: tuple[int, Tree] | None = None
         self._latest: Tree = {}
+        self._reported = self.done
 
     def __enter__(self) -> "Loop":
         with ExitStack() as stack:
@@ -137,11 +141,21 @@ class Loop:
         tokens = training_batch(self.dataset.train, seq, self.config.seed, step * count, count)
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
+    def _refuse_what_is_not_finite(self, step: int, values: Mapping[str, float]) -> None:
+        """Ends a run that has diverged, before its state takes the place of a checkpoint that is good."""
+        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]
+        if wrong:
+            kept = "none was saved before" if self.saved is None else f"the checkpoint of step {self.saved} is kept"
+            cure = "take a lower --lr, a longer --warmup, or --clip 1"
+            raise UserError(f"step {step}: {wrong[0]} is {float(values[wrong[0]])}; {kept}; {cure}")
+
     def _report(self) -> None:
         if self._pending is None:
             return
         (step, arrays), self._pending = self._pending, None
         values = {name: value.item() for name, value in jax.device_get(arrays).items()}
+        self._refuse_what_is_not_finite(step, values)
+        self._reported = step
         speed = self._pace.read(step)
         self._metrics.write(
             "train", step, **values, **{k: v for k, v in dataclasses.asdict(speed).items() if v is not None}
@@ -174,6 +188,8 @@ class Loop:
         return found
 
     def _save(self) -> None:
+        if self._reported != self.done:
+            self._refuse_what_is_not_finite(self.done, {n: float(a) for n, a in jax.device_get(self._latest).items()})
         self._metrics.sync()
         meta = {
             "samples": self.done * self.config.global_batch,

@@ -69,6 +69,7 @@ def train(
     with folder.hold(run, console.fallback):
         stored = folder.read_config(run)
         wanted = config if stored is None else folder.merge(run, config, stored, explicit)
+        mesh.devices_named(wanted.mesh)  # what is misspelt is said of a finished run, too
         known = stored is not None and not folder.data_differences(wanted, stored)
         if known and (finished := _finished(run, wanted, console)):
             return finished
@@ -113,11 +114,12 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
 
 def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     """The parameters of a run's last whole checkpoint on any mesh. Raises UserError where there is none."""
-    config = dataclasses.replace(folder.stored_config(run), mesh=mesh_text, micro_batch=None)
+    config = dataclasses.replace(folder.stored_config(run), mesh=mesh_text)
     devices, sizes = _devices(config, console, training=False)
-    # As many sequences at once as divide over the devices.
+    # As many sequences at once on a device as in training, where that is known, and as divide over the devices.
     shares = sizes["data"] * sizes["fsdp"]
-    config = dataclasses.replace(config, global_batch=-(-config.global_batch // shares) * shares)
+    share = config.micro_batch or -(-config.global_batch // shares)
+    config = dataclasses.replace(config, global_batch=share * shares, micro_batch=share)
     mesh.check(config, sizes)
     program = Program(config, mesh.build(sizes, devices))
     targets = {"params": program.targets()["params"]}
@@ -202,7 +204,7 @@ def _finished(run: Path, config: RunConfig, console: Console) -> Result | None:
             found = Figures(record["loss"], record["tokens"], record.get("bits_per_byte"))
             console.say(
                 f"{run}: trained to its last step {config.steps}, validation loss {found.loss:.4f}; "
-                f"to train further: {_command(run)} --steps {2 * config.steps}"
+                f"to train further: {_command(run)} --steps {2 * config.steps}; for text: jaxgpt sample {run}"
             )
             return Result(run, config.steps, found)
     return None
