@@ -23,8 +23,6 @@ from jaxgpt.model.parameters import parameters
 from jaxgpt.training import parity
 from jaxgpt.training.program import Program
 
-pytestmark = pytest.mark.core
-
 CASES = [(0, 4, "gpt"), (1, 8, "llama"), (2, 4, "llama"), (3, 8, "gpt")]
 MODELS: dict[str, ModelConfig] = {
     "gpt": dataclasses.replace(GPT, layers=1),
