@@ -6,7 +6,7 @@ Predicted are the bytes that a device receives in a step, by kind of collective 
 alone (jaxgpt explain); found are those in the text that XLA compiles for 4 or 8 GPUs. Every way to split is measured
 alone, and in products: GPT-2 124M, and four layers of GPT-3 175B with full recomputation, in bf16, two microbatches.
 
-Needs no GPU, but the packages that jaxgpt explain --compiled h100 names. Takes about 20 minutes on two cores.
+Needs no GPU, but the packages that jaxgpt explain --compiled h100 names. Takes about five minutes on two cores.
 """
 
 import argparse
