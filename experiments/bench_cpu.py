@@ -29,7 +29,8 @@ HERE = Path(__file__).parent / "results"
 LAYERS, HEADS, WIDTH, SEQ, BATCH = 6, 6, 384, 256, 12
 TARGETS = {256: 1.2, 50257: 1.55}
 """Tokens a second over Hugging Face's."""
-OURS, THEIRS = "jaxgpt", "Hugging Face"
+OURS, PLAIN, THEIRS = "jaxgpt", "plain memory", "Hugging Face"
+"""PLAIN: the trainer again, with memory as glibc and the kernel manage it by themselves (jaxgpt/host_memory.py)."""
 
 
 def sampler(text: str) -> Callable[[], list[list[int]]]:
@@ -44,15 +45,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_ours(text: str, vocab: int) -> None:
+def run_ours(text: str, vocab: int, plain: bool) -> None:
     """The process of this trainer."""
     import jax
     import numpy as np
 
-    from jaxgpt import ModelConfig, RunConfig
+    from jaxgpt import ModelConfig, RunConfig, host_memory
     from jaxgpt.sharding import mesh
     from jaxgpt.training.program import Program
 
+    if plain:
+        host_memory.keep = lambda: False
     devices, _ = mesh.prepare_devices(1)
     model = ModelConfig(layers=LAYERS, heads=HEADS, width=WIDTH, seq=SEQ, vocab=vocab)
     config = RunConfig(model=model, global_batch=BATCH, dtype="fp32", mesh="data=1", warmup=0)
@@ -124,8 +127,8 @@ def check_torch(python: str) -> None:
 def measure(given: argparse.Namespace, vocab: int) -> dict[str, Any]:
     """Both, at one vocabulary."""
 
-    def ours(cache: str) -> Contestant:
-        return Contestant(OURS, command(sys.executable, OURS), {"JAX_COMPILATION_CACHE_DIR": cache})
+    def ours(cache: str, which: str = OURS) -> Contestant:
+        return Contestant(which, command(sys.executable, which), {"JAX_COMPILATION_CACHE_DIR": cache})
 
     def command(python: str, which: str) -> list[str]:
         return [python, __file__, given.text, "--vocab", str(vocab), "--serve", which]
@@ -133,10 +136,10 @@ def measure(given: argparse.Namespace, vocab: int) -> dict[str, Any]:
     with TemporaryDirectory() as cache:
         first = ours(cache)
         first.close()
-        jaxgpt = ours(cache)
+        jaxgpt, plain = ours(cache), ours(cache, PLAIN)
         theirs = Contestant(THEIRS, command(given.torch_python, THEIRS))
-        samples, quiet = in_turn([jaxgpt, theirs], given.steps, given.warm_up, given.most)
-        for contestant in (jaxgpt, theirs):
+        samples, quiet = in_turn([jaxgpt, plain, theirs], given.steps, given.warm_up, given.most)
+        for contestant in (jaxgpt, plain, theirs):
             contestant.close()
     found = {name: quartiles(each) for name, each in samples.items()}
     return {
@@ -192,11 +195,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="counted steps of each")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--most", type=int, default=100, help="rounds run to find as many quiet ones")
-    parser.add_argument("--serve", choices=(OURS, THEIRS), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=(OURS, PLAIN, THEIRS), help=argparse.SUPPRESS)
     given = parser.parse_args()
     vocabularies = [int(size) for size in given.vocab.split(",")]
     if given.serve:
-        (run_ours if given.serve == OURS else run_theirs)(given.text, *vocabularies)
+        if given.serve == THEIRS:
+            run_theirs(given.text, *vocabularies)
+        else:
+            run_ours(given.text, *vocabularies, plain=given.serve == PLAIN)
         return
     if not Path(given.text).is_file() or Path(given.text).stat().st_size <= SEQ:
         sys.exit(f"{given.text}: not a text file of more than {SEQ} bytes")

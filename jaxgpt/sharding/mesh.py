@@ -6,12 +6,15 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxgpt import host_memory
 from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError, require
 from jaxgpt.sharding.rows import AXES, TENSOR, rows
@@ -208,7 +211,16 @@ def prepare_devices(n: int | None) -> tuple[list[jax.Device], str | None]:
         # Harmless where there is an accelerator; refused, and so ignored, where JAX has already started.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", max(min(n, MOST_CPU_DEVICES), _cpu_devices_set()))
+    if _only_cpu():
+        host_memory.keep()  # before the backend starts its threads, each of which would have a heap of its own
     return take(jax.devices(), n)
+
+
+def _only_cpu() -> bool:
+    """Whether JAX, not yet started, has nothing but the CPU to start on."""
+    if asked := jax.config.values["jax_platforms"]:
+        return bool(asked == "cpu")
+    return not entry_points(group="jax_plugins") and find_spec("libtpu") is None
 
 
 def take(devices: Sequence[D], n: int | None) -> tuple[list[D], str | None]:
