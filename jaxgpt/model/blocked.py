@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-CACHED_SCORES = 2**19
+CACHED_SCORES = 2**20
 """Scores computed at once, about as many as a core's cache holds."""
 QUERIES = 128
 """Queries in a block: the fewer, the less of the upper triangle is computed in vain, and the smaller the products."""
