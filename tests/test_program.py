@@ -13,6 +13,8 @@ from jaxgpt.model.parameters import parameters
 from jaxgpt.sharding.mesh import build, parse
 from jaxgpt.training.program import Program
 
+pytestmark = pytest.mark.core
+
 
 def program(config: RunConfig, mesh: str = "data=1") -> Program:
     sizes = parse(mesh)

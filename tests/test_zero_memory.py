@@ -20,8 +20,11 @@ from tiny import GPT, LLAMA, batches, run_config
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.parameters import parameters
+from jaxgpt.sharding.jaxprs import scan_of
 from jaxgpt.training import parity
 from jaxgpt.training.program import Program
+
+pytestmark = pytest.mark.core
 
 CASES = [(0, 4, "gpt"), (1, 8, "llama"), (2, 4, "llama"), (3, 8, "gpt")]
 MODELS: dict[str, ModelConfig] = {
@@ -67,10 +70,9 @@ def loop(p: Program) -> tuple[list[Any], list[Any]]:
     step = jax.ShapeDtypeStruct((), np.int32)
     traced = p.gradients.trace(p.targets()["params"], p.batch_targets(), step).jaxpr
     scans = [e for e in equations(traced) if e.primitive.name == "scan" and e.params["length"] == MICROBATCHES]
-    outermost = scans[0]
-    consts, carry = outermost.params["num_consts"], outermost.params["num_carry"]
-    types = [v.aval for v in outermost.invars]
-    return types[:consts], types[consts : consts + carry]
+    types, scan = [v.aval for v in scans[0].invars], scan_of(scans[0])
+    assert scan is not None
+    return types[: scan.consts], types[scan.consts : scan.consts + scan.carry]
 
 
 def nbytes(types: list[Any]) -> int:
