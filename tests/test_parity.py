@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from quickly import unoptimized
-from tiny import FAMILIES, batches, run_config
+from tiny import FAMILIES, GPT, batches, run_config
 
 from jaxgpt.config import RunConfig
 from jaxgpt.sharding.mesh import build, parse
@@ -90,3 +90,16 @@ def test_the_trace_moves_every_parameter() -> None:
     start = Program(config, build(parse("data=1"), jax.devices()[:1])).init()["params"]
     still = [n for n, p in moved.params.items() if np.array_equal(p, np.asarray(start[n])) and "key.bias" not in n]
     assert not still
+
+
+def test_in_bf16_sums_over_tokens_are_not_bf16s() -> None:
+    """Such a sum stands still once it is 256 times what is added to it: biases would be off by a tenth."""
+    config = run_config(dataclasses.replace(GPT, layers=1), global_batch=64)
+    data = batches(config, 1, masked=0.0)
+    with unoptimized():
+        exact, found = (
+            parity.trace(dataclasses.replace(config, dtype=dtype), "data=1", data).gradients
+            for dtype in ("fp32", "bf16")
+        )
+    off = {n: np.sqrt(np.mean((found[n] - g) ** 2) / np.mean(g**2)) for n, g in exact.items() if "key.bias" not in n}
+    assert max(off.values()) < 0.02, off

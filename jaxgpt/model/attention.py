@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxgpt.model import blocked
 from jaxgpt.sharding import ring
-from jaxgpt.sharding.named import local, nested, sequence_axis
+from jaxgpt.sharding.named import has_layout, local, nested, sequence_axis
 
 QUERIES = "batch length heads head"
 KEYS = "batch length kv_heads head"
@@ -98,21 +98,23 @@ Kept = tuple[jax.Array, ...]
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, window: int | None) -> tuple[jax.Array, Kept]:
-    inputs, outputs = (QUERIES, KEYS, KEYS), (QUERIES, SUMS)
+    run: Any = Part(kernel, window=window).forward
     if sequence_axis():
         run = functools.partial(ring.forward, Part(kernel), Part(kernel, causal=False))
-        out, sums = nested(run, inputs, outputs)(q, k, v)
-    else:
-        out, sums = local(Part(kernel, window=window).forward, inputs, outputs)(q, k, v)
+    out, sums = _wrapper(kernel)(run, (QUERIES, KEYS, KEYS), (QUERIES, SUMS))(q, k, v)
     return out, (q, k, v, out, sums)
 
 
+def _wrapper(kernel: str) -> Any:
+    """cuDNN's kernel and a ring need every mesh axis manual, one of a single device as well."""
+    return nested if sequence_axis() or (kernel == "cudnn" and has_layout()) else local
+
+
 def _backward(kernel: str, window: int | None, kept: Kept, dout: jax.Array) -> tuple[jax.Array, ...]:
-    inputs, outputs = (QUERIES, KEYS, KEYS, QUERIES, SUMS, QUERIES), (QUERIES, KEYS, KEYS)
+    run: Any = Part(kernel, window=window).backward
     if sequence_axis():
         run = functools.partial(ring.backward, Part(kernel), Part(kernel, causal=False))
-        return nested(run, inputs, outputs)(*kept, dout)
-    return local(Part(kernel, window=window).backward, inputs, outputs)(*kept, dout)
+    return _wrapper(kernel)(run, (QUERIES, KEYS, KEYS, QUERIES, SUMS, QUERIES), (QUERIES, KEYS, KEYS))(*kept, dout)
 
 
 attention.defvjp(_forward, _backward)

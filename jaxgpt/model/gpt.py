@@ -59,8 +59,8 @@ def _norm(config: ModelConfig, w: Weights, name: str, x: jax.Array) -> jax.Array
     return norm(x, w[f"{name}.scale"], w.get(f"{name}.bias"), config.norm, config.norm_epsilon)
 
 
-def _biased(x: jax.Array, w: Weights, name: str) -> jax.Array:
-    return x + w[name].astype(x.dtype) if name in w else x
+def _linear(x: jax.Array, w: Weights, name: str, out: str) -> jax.Array:
+    return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"), out)
 
 
 def _dropout(config: ModelConfig, x: jax.Array, c: Context, layer: jax.Array | int, site: int) -> jax.Array:
@@ -68,11 +68,22 @@ def _dropout(config: ModelConfig, x: jax.Array, c: Context, layer: jax.Array | i
     return dropout(x, config.dropout, c.key, jnp.asarray(3 * layer + site, jnp.int32), c.samples, c.positions)
 
 
+@jax.custom_vjp
+def _positioned(x: Float[Array, "B S D"], positions: Float[Array, "S D"]) -> jax.Array:
+    return x + positions.astype(x.dtype)
+
+
+_positioned.defvjp(  # the sum over the batch in fp32, as for a bias
+    lambda x, positions: (_positioned(x, positions), positions),
+    lambda positions, dy: (dy, jnp.sum(dy.astype(jnp.float32), 0).astype(positions.dtype)),
+)
+
+
 def embed(config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: Context) -> Float[Array, "B S D"]:
     """Token embeddings, already looked up, to the first block's input. w: of `embedding`."""
     x = looked_up
     if config.positions == "learned":
-        x = x + relayout(w["position.weight"].at[c.positions].get(mode="clip"), "seq embed")
+        x = _positioned(x, relayout(w["position.weight"].at[c.positions].get(mode="clip"), "seq embed"))
     return _dropout(config, x, c, 0, 0)
 
 
@@ -94,26 +105,25 @@ _parted.defvjp(lambda x: (_parted(x), ()), _parted_backward)
 
 
 def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel: str) -> jax.Array:
-    x = linear(h, w["attention.qkv.weight"], "batch length kv_heads group head")
-    x = checkpoint_name(_biased(x, w, "attention.qkv.bias"), "qkv")
-    q, k, v = _parted(x)
+    x = _linear(h, w, "attention.qkv", "batch length kv_heads group head")
+    q, k, v = _parted(checkpoint_name(x, "qkv"))
     if config.qk_norm:
         q = norm(q, w["attention.query_norm.scale"], None, "rmsnorm", config.norm_epsilon)
         k = norm(k, w["attention.key_norm.scale"], None, "rmsnorm", config.norm_epsilon)
     if c.cos is not None and c.sin is not None:
         q, k = rotary(q, c.cos, c.sin), rotary(k, c.cos, c.sin)
     o = checkpoint_name(attention(q, k, v, kernel, config.window), "attended")
-    return _biased(linear(o, w["attention.out.weight"], RESIDUAL), w, "attention.out.bias")
+    return _linear(o, w, "attention.out", RESIDUAL)
 
 
 def _mlp(config: ModelConfig, w: Weights, h: jax.Array) -> jax.Array:
     if config.gated:
-        x = linear(h, w["mlp.in.weight"], "batch length branch mlp")
-        x = gated(checkpoint_name(_biased(x, w, "mlp.in.bias"), "mlp_in"), config.activation)
+        x = _linear(h, w, "mlp.in", "batch length branch mlp")
+        x = gated(checkpoint_name(x, "mlp_in"), config.activation)
     else:
-        x = linear(h, w["mlp.in.weight"], "batch length mlp")
-        x = activation(checkpoint_name(_biased(x, w, "mlp.in.bias"), "mlp_in"), config.activation)
-    return _biased(linear(x, w["mlp.down.weight"], RESIDUAL), w, "mlp.down.bias")
+        x = _linear(h, w, "mlp.in", "batch length mlp")
+        x = activation(checkpoint_name(x, "mlp_in"), config.activation)
+    return _linear(x, w, "mlp.down", RESIDUAL)
 
 
 def block(

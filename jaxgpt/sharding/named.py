@@ -57,6 +57,11 @@ def spec(dims: str) -> PartitionSpec | None:
     return None if rules is None else PartitionSpec(*(rules[name] for name in dims.split()))
 
 
+def has_layout() -> bool:
+    """Whether a layout is active, and with it a mesh."""
+    return _rules.get() is not None
+
+
 def _splits() -> bool:
     return TENSOR in (_rules.get() or {}).values()
 
@@ -65,20 +70,22 @@ def _spec_of(x: jax.Array) -> PartitionSpec | None:
     return None if _rules.get() is None else jax.typeof(x).sharding.spec
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear(x: jax.Array, weight: jax.Array, out: str) -> jax.Array:
-    """The product of activations x [B, S, inputs...] and a weight [inputs..., outputs...]: [B, S, outputs...], with the
-    named dimensions out, laid out as the layout says.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out: str) -> jax.Array:
+    """The product of activations x [B, S, inputs...] and a weight [inputs..., outputs...], plus a bias [outputs...]:
+    [B, S, outputs...], with the named dimensions out, laid out as the layout says.
 
     Which collective that takes follows from the layouts, forward and backward. A contraction over split dimensions is
     an all-reduce (Megatron's row split); or, where the residual stream's sequence lies split over the same axis, a
     reduce-scatter, and then x is gathered before it meets a weight (arXiv 2205.05198): forward, and again for the
-    weight's gradient, so that only the split x is kept. The derivative is written here so that what it keeps are the
-    operands themselves and nothing is held twice, and for the form of the products: dimensions are contracted in the
-    order in which they lie, else XLA on CPU copies operands transposed.
+    weight's gradient, so that only the split x is kept. The bias' gradient is summed where dy is whole: that sends
+    nothing. The derivative is written here so that what it keeps are the operands themselves and nothing is held twice,
+    and for the form of the products: dimensions are contracted in the order in which they lie, else XLA on CPU copies
+    operands transposed.
     """
     contracted = (tuple(range(2, x.ndim)), tuple(range(x.ndim - 2)))
-    return lax.dot_general(_whole_sequence(x), weight, (contracted, ((), ())), out_sharding=spec(out))
+    y = lax.dot_general(_whole_sequence(x), weight, (contracted, ((), ())), out_sharding=spec(out))
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def _whole_sequence(x: jax.Array) -> jax.Array:
@@ -89,15 +96,27 @@ def _whole_sequence(x: jax.Array) -> jax.Array:
     return jax.reshard(x, PartitionSpec(None, None, *found[2:]))
 
 
-def _linear_forward(x: jax.Array, weight: jax.Array, out: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return linear(x, weight, out), (x, weight)
+Operands = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
-def _linear_backward(out: str, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
-    (x, weight), dy = kept, _whole_sequence(dy)
+def _linear_forward(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out: str) -> tuple[jax.Array, Operands]:
+    return linear(x, weight, bias, out), (x, weight, bias)
+
+
+def _linear_backward(out: str, kept: Operands, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    (x, weight, bias), dy = kept, _whole_sequence(dy)
     contracted = (tuple(range(2, dy.ndim)), tuple(range(x.ndim - 2, weight.ndim)))
     dx = lax.dot_general(dy, weight, (contracted, ((), ())), out_sharding=_spec_of(x))
-    return dx, _weight_gradient(_whole_sequence(x), dy, weight)
+    return dx, _weight_gradient(_whole_sequence(x), dy, weight), None if bias is None else _bias_gradient(dy, bias)
+
+
+def _bias_gradient(dy: jax.Array, bias: jax.Array) -> jax.Array:
+    """Sum over batch and sequence, in fp32: a bf16 sum stands still once it is 256 times what is added to it. Merged as
+    for a weight's gradient, so that XLA on CPU makes dy once."""
+    if _splits():
+        return jnp.sum(dy.astype(jnp.float32), (0, 1)).astype(bias.dtype)
+    flat = dy.reshape(dy.shape[0] * dy.shape[1], -1)
+    return jnp.sum(flat.astype(jnp.float32), 0).reshape(bias.shape).astype(bias.dtype)
 
 
 def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:

@@ -86,11 +86,11 @@ class _Others:
             return tuple(self._next(x) + p for x, p in zip(carried, part, strict=True))
         return tuple(x.at[self.source(turn)].add(p) for x, p in zip(carried, part, strict=True))
 
-    def home(self, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def home(self, carried: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, ...]:
         """The sum of what all devices have for this one's part."""
         if self.form == "ring":
-            return tuple(self._next(x) for x in carried)
-        return tuple(lax.psum_scatter(x, self.axis) for x in carried)
+            return tuple(self._next(x.astype(dtype)) for x in carried)
+        return tuple(lax.psum_scatter(x, self.axis).astype(dtype) for x in carried)
 
 
 def forward(causal: Kernel, full: Kernel, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -156,5 +156,5 @@ def backward(
     dq, *own = (d.astype(jnp.float32) for d in causal.backward(q, k, v, out, sums, dout))
     start = (dq, others.start(k, v), others.start_sum(*own))
     dq, _, gradients = lax.scan(step, start, jnp.arange(1, others.parts))[0]
-    dk, dv = others.home(gradients)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dk, dv = others.home(gradients, k.dtype)
+    return dq.astype(q.dtype), dk, dv
