@@ -111,9 +111,14 @@ def _drawn(key: jax.Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
     """Whole numbers, normally distributed but for their tails, which end at six deviations: sums of twelve bytes, less
     their mean. Exact, where a normal by the inverse of erf differs in its last bit between one compiled loop and
     another, and so between meshes."""
-    words = jax.random.bits(key, (3, *shape), jnp.uint32)
-    pairs = (words & 0x00FF00FF) + ((words >> 8) & 0x00FF00FF)
-    total = jnp.sum((pairs & 0xFFFF) + (pairs >> 16), 0, dtype=jnp.uint32)
+
+    def add(word: jax.Array | int, total: jax.Array) -> jax.Array:
+        bits = jax.random.bits(jax.random.fold_in(key, word), shape, jnp.uint32)
+        pairs = (bits & 0x00FF00FF) + ((bits >> 8) & 0x00FF00FF)
+        return total + (pairs & 0xFFFF) + (pairs >> 16)
+
+    # in a loop, so that one word of each element is held and not three
+    total = jax.lax.fori_loop(0, 3, add, jnp.zeros(shape, jnp.uint32))
     return (total.astype(jnp.int32) - 12 * 255 // 2).astype(jnp.float32)
 
 
