@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -22,7 +22,9 @@ class Parameter:
     std: float | Literal["zeros", "ones"]
     """Standard deviation at the start, or a constant."""
     logical: tuple[int, ...]
-    """Shape without the padding of the vocabulary."""
+    """Shape without the padding of the vocabulary, and without empty rows."""
+    rows: tuple[int, ...] | None = None
+    """Logical layer of each row of a block's stacked array, below 0 where it is empty; None: the layers in order."""
 
     @property
     def decays(self) -> bool:
@@ -98,6 +100,16 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     }
 
 
+def placed(table: dict[str, Parameter], rows: tuple[int, ...] | None) -> dict[str, Parameter]:
+    """The table with blocks stacked in these rows (pipeline.placement's order)."""
+    if rows is None:
+        return table
+    return {
+        name: replace(p, shape=(len(rows), *p.shape[1:]), rows=rows) if p.dims[0] == "layers" else p
+        for name, p in table.items()
+    }
+
+
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the model, padding not counted."""
     return sum(math.prod(p.logical) for p in parameters(config).values())
@@ -131,15 +143,23 @@ def start(parameter: Parameter, name: str, seed: jax.Array) -> Float[Array, "...
     if parameter.std == "zeros":
         return jnp.zeros(parameter.shape)
     if parameter.std == "ones":
-        return jnp.ones(parameter.shape)
+        held = jnp.asarray(parameter.rows or [0] * parameter.shape[0]) >= 0
+        return jnp.broadcast_to(_first_only(held, len(parameter.shape)), parameter.shape).astype(jnp.float32)
     key = jax.random.fold_in(seed, zlib.crc32(name.encode()))
     if parameter.dims[0] == "layers":
-        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(parameter.shape[0]))
+        layers = jnp.asarray(range(parameter.shape[0]) if parameter.rows is None else parameter.rows)
+        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(layers)
         drawn = jax.vmap(lambda k: _drawn(k, parameter.shape[1:]))(keys)
+        held = layers >= 0
     else:
         drawn = _drawn(key, parameter.shape)
+        held = jnp.arange(parameter.shape[0]) < parameter.logical[0]
     value = drawn * (parameter.std / DRAWN_STD)
     if parameter.shape != parameter.logical:
-        held = jnp.arange(parameter.shape[0]) < parameter.logical[0]
-        value = jnp.where(held[:, None], value, 0.0)
+        value = jnp.where(_first_only(held, value.ndim), value, 0.0)
     return value
+
+
+def _first_only(of_rows: jax.Array, ndim: int) -> jax.Array:
+    """An array over the first dimension, to be broadcast over the others."""
+    return of_rows.reshape(-1, *(1,) * (ndim - 1))

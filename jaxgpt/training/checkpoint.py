@@ -28,6 +28,7 @@ from jaxgpt.training import zarr
 FORMAT = 1
 PARTS = ("arrays", "manifest.json", "SHA256SUMS")
 Shape = tuple[int, ...]
+Rows = tuple[int, ...]
 
 
 class DamagedCheckpoint(UserError):
@@ -72,14 +73,16 @@ class Writer:
         arrays: Mapping[str, jax.Array],
         logical: Mapping[str, Shape],
         meta: dict[str, Any],
+        rows: Mapping[str, Rows] | None = None,
     ) -> None:
         """Copies the arrays off the devices, then returns: they may be donated. The disk is written meanwhile.
 
-        `logical[name]` is the shape without padding of an array that has some. Waits for the save before it, and
-        raises its UserError.
+        `logical[name]` is the shape without padding of an array that has some; `rows[name]` says, of an array whose
+        rows are not stored in their order, where each is stored (below 0: not at all). Waits for the save before it,
+        and raises its UserError.
         """
         self.wait()
-        held = _off_the_devices(arrays, logical)
+        held = _off_the_devices(arrays, logical, rows or {})
         self._pending = self._thread.submit(self._write, step, held, meta)
 
     def wait(self) -> None:
@@ -185,12 +188,13 @@ def restore(
     step: int,
     targets: Mapping[str, jax.ShapeDtypeStruct],
     logical: Mapping[str, Shape] | None = None,
+    rows: Mapping[str, Rows] | None = None,
 ) -> dict[str, jax.Array]:
     """The arrays that `targets` names, in its shapes (with padding, which is zero), types and shardings.
 
     Each device's part is read by itself, so that no whole array need fit the host. Where `logical` is given, stored
-    shapes must be its shapes, or the targets' own. Raises DamagedCheckpoint naming array and file, and UserError
-    where the checkpoint holds other arrays than these.
+    shapes must be its shapes, or the targets' own; `rows` as for Writer.save. Raises DamagedCheckpoint naming array
+    and file, and UserError where the checkpoint holds other arrays than these.
     """
     manifest = read_manifest(folder, step)
     where = path(folder, step)
@@ -198,7 +202,7 @@ def restore(
     for name, target in targets.items():
         wanted = None if logical is None else logical.get(name, target.shape)
         stored = _stored(where, manifest, name, target, wanted)
-        restored[name] = _restore_array(where / "arrays" / name, name, stored, target)
+        restored[name] = _restore_array(where / "arrays" / name, name, stored, target, (rows or {}).get(name))
     return restored
 
 
@@ -214,7 +218,7 @@ def _stored(where: Path, manifest: Manifest, name: str, target: jax.ShapeDtypeSt
     return shape
 
 
-def _restore_array(where: Path, name: str, stored: Shape, target: jax.ShapeDtypeStruct) -> jax.Array:
+def _restore_array(where: Path, name: str, stored: Shape, target: jax.ShapeDtypeStruct, rows: Rows | None) -> jax.Array:
     def numbered(index: zarr.Index | None) -> zarr.Index:
         return zarr.resolve(index or (), target.shape)
 
@@ -222,7 +226,7 @@ def _restore_array(where: Path, name: str, stored: Shape, target: jax.ShapeDtype
     # Replicas are read once.
     parts = {str(index): index for index in map(numbered, placed.values())}
     try:
-        values = zarr.read(where, stored, np.dtype(target.dtype), list(parts.values()))
+        values = _read(where, stored, np.dtype(target.dtype), list(parts.values()), rows)
     except zarr.Unreadable as error:
         raise DamagedCheckpoint(f"{error.file}: array {name} is damaged ({error.reason})") from None
     except PermissionError as error:
@@ -231,7 +235,20 @@ def _restore_array(where: Path, name: str, stored: Shape, target: jax.ShapeDtype
     return jax.make_array_from_callback(target.shape, target.sharding, lambda index: read[str(numbered(index))])
 
 
-def _off_the_devices(arrays: Mapping[str, jax.Array], logical: Mapping[str, Shape]) -> dict[str, _Held]:
+def _read(where: Path, stored: Shape, dtype: np.dtype, parts: list[zarr.Index], rows: Rows | None) -> list[np.ndarray]:
+    """Those parts of a stored array; where rows are stored in another order, row by row."""
+    if rows is None:
+        return zarr.read(where, stored, dtype, parts)
+    # a row that is not stored is read from beyond the array's end: zeros
+    places = [[rows[r] if rows[r] >= 0 else stored[0] for r in range(part[0].start, part[0].stop)] for part in parts]
+    single = [(slice(p, p + 1), *part[1:]) for part, held in zip(parts, places, strict=True) for p in held]
+    values = iter(zarr.read(where, stored, dtype, single))
+    return [np.concatenate([next(values) for _ in held]) for held in places]
+
+
+def _off_the_devices(
+    arrays: Mapping[str, jax.Array], logical: Mapping[str, Shape], rows: Mapping[str, Rows]
+) -> dict[str, _Held]:
     mine = {name: [s for s in a.addressable_shards if s.replica_id == 0] for name, a in arrays.items()}
     for shards in mine.values():
         for shard in shards:
@@ -243,8 +260,17 @@ def _off_the_devices(arrays: Mapping[str, jax.Array], logical: Mapping[str, Shap
         # Chunks that no two processes share: the whole array where one process holds it all.
         alone = array.is_fully_addressable
         unit = array.shape if alone else array.sharding.shard_shape(array.shape)
+        if name in rows:
+            unit = (1, *unit[1:])
+            blocks = [one for index, values in blocks for one in _by_rows(index, values, rows[name])]
         held[name] = _Held(logical.get(name, array.shape), np.dtype(array.dtype), unit, blocks)
     return held
+
+
+def _by_rows(index: zarr.Index, values: np.ndarray, rows: Rows) -> list[tuple[zarr.Index, np.ndarray]]:
+    """A block as one for each of its rows that is stored, where it is stored."""
+    places = [(at, rows[index[0].start + at]) for at in range(len(values))]
+    return [((slice(p, p + 1), *index[1:]), values[at : at + 1]) for at, p in places if p >= 0]
 
 
 def _write_manifest(partial: Path, step: int, held: dict[str, _Held], meta: dict[str, Any]) -> None:

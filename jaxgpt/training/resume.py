@@ -38,6 +38,12 @@ def logical_shapes(targets: Tree, logical: Mapping[str, Shape]) -> dict[str, Sha
     return {name: logical.get(name.partition("/")[2], x.shape) for name, x in flatten(targets).items()}
 
 
+def stored_rows(targets: Tree, rows: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Where each row of every array of a state is stored, from those of the parameters that have an order."""
+    named = {name: rows.get(name.partition("/")[2]) for name in flatten(targets)}
+    return {name: order for name, order in named.items() if order is not None}
+
+
 @dataclass(frozen=True)
 class Restored:
     """A state and where it came from."""
@@ -49,17 +55,22 @@ class Restored:
 
 
 def restore_last(
-    folder: Path, targets: Tree, logical: Mapping[str, Shape], say: Callable[[str], None]
+    folder: Path,
+    targets: Tree,
+    logical: Mapping[str, Shape],
+    say: Callable[[str], None],
+    rows: Mapping[str, Shape] | None = None,
 ) -> Restored | None:
     """The arrays that `targets` names, from the last checkpoint that is whole; None where there is no checkpoint.
 
     `say` is told of each damaged one. Raises UserError where none is whole, and where they are of another model.
     """
     wanted, shapes = flatten(targets), logical_shapes(targets, logical)
+    orders = stored_rows(targets, rows or {})
     damaged: list[int] = []
     for step in reversed(checkpoint.steps(folder)):
         try:
-            arrays = checkpoint.restore(folder, step, wanted, shapes)
+            arrays = checkpoint.restore(folder, step, wanted, shapes, orders)
         except DamagedCheckpoint as error:
             damaged.append(step)
             say(f"checkpoint of step {step} is damaged, the one before it is taken: {error}")
