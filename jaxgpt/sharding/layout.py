@@ -30,7 +30,7 @@ class Layout:
         return Layout(
             found,
             max(config.model.kv, sizes[TENSOR]) if found.activations["heads"] else config.model.kv,
-            Sequence("context", context, config.context_attention) if context > 1 else None,
+            Sequence("context", context, _form(config, sizes)) if context > 1 else None,
             tuple(axis for axis in MANUAL if sizes[axis] > 1),
         )
 
@@ -48,9 +48,20 @@ class Layout:
         both = self.rows.parameters | self.rows.activations
         return {d: TENSOR if TENSOR in axes else None for d, axes in both.items()}
 
+    def shared(self) -> dict[str, str]:
+        """Dimension name -> manual axis over which mathematics finds it split: the vocabulary's over `pipe`."""
+        return {"vocab": "pipe"} if "pipe" in self.axes else {}
+
     def batch(self) -> PartitionSpec:
         """Layout of a step's tokens, [microbatch, batch, seq]."""
         return PartitionSpec(*(_entry(self.rows.activations[d]) for d in ("microbatch", "batch", "length")))
+
+
+def _form(config: RunConfig, sizes: Mapping[str, int]) -> str:
+    """How attention meets the other parts of the sequence: by default a ring, which cannot run in a pipeline."""
+    if config.context_attention == "auto":
+        return "gather" if sizes["pipe"] > 1 else "ring"
+    return config.context_attention
 
 
 def _entry(axes: Axes) -> str | Axes | None:

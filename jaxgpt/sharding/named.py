@@ -29,18 +29,25 @@ class Sequence(NamedTuple):
 
 
 _rules: ContextVar[Mapping[str, str | None] | None] = ContextVar("rules", default=None)
+_shared: ContextVar[Mapping[str, str] | None] = ContextVar("shared", default=None)
 _sequence: ContextVar["Sequence | None"] = ContextVar("sequence", default=None)
 
 
 @contextlib.contextmanager
-def layout(rules: Mapping[str, str | None], sequence: "Sequence | None" = None) -> Iterator[None]:
-    """Within it, dimension names lie on the axes that rules gives (None: not split), and the sequence as said."""
-    tokens = _rules.set(rules), _sequence.set(sequence)
+def layout(
+    rules: Mapping[str, str | None], sequence: "Sequence | None" = None, shared: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Within it, dimension names lie on the axes that rules gives (None: not split), and the sequence as said.
+
+    shared: dimension names that lie split over a manual axis as well, as the outer part of their split.
+    """
+    tokens = _rules.set(rules), _sequence.set(sequence), _shared.set(shared)
     try:
         yield
     finally:
         _rules.reset(tokens[0])
         _sequence.reset(tokens[1])
+        _shared.reset(tokens[2])
 
 
 def sequence_axis() -> "Sequence | None":
@@ -162,19 +169,32 @@ def splits(dim: str) -> bool:
     return (_rules.get() or {}).get(dim) == TENSOR
 
 
+def _outer(dim: str) -> str | None:
+    return (_shared.get() or {}).get(dim)
+
+
+def _axes_of(dim: str) -> tuple[str, ...]:
+    """The axes over which the named dimension lies split, from the outermost, inside a function given to local."""
+    outer = _outer(dim)
+    return (*((outer,) if outer else ()), *((TENSOR,) if splits(dim) else ()))
+
+
 def psum_over(dim: str, x: jax.Array) -> jax.Array:
     """Sum over the parts of the named dimension, inside a function given to local."""
-    return lax.psum(x, TENSOR) if splits(dim) else x
+    axes = _axes_of(dim)
+    return lax.psum(x, axes) if axes else x
 
 
 def pmax_over(dim: str, x: jax.Array) -> jax.Array:
     """Largest over the parts of the named dimension, inside a function given to local."""
-    return lax.pmax(x, TENSOR) if splits(dim) else x
+    axes = _axes_of(dim)
+    return lax.pmax(x, axes) if axes else x
 
 
 def part_of(dim: str) -> jax.Array | int:
     """Which part of the named dimension this device has, inside a function given to local."""
-    return lax.axis_index(TENSOR) if splits(dim) else 0
+    axes = _axes_of(dim)
+    return lax.axis_index(axes) if axes else 0
 
 
 def sum_into(dim: str, x: jax.Array, dims: str) -> jax.Array:
@@ -182,13 +202,15 @@ def sum_into(dim: str, x: jax.Array, dims: str) -> jax.Array:
 
     P -> S or P -> B; where dim is not split, x is the sum already: B -> S or nothing.
     """
-    at = _split_dim(dims)
+    at, outer = _split_dim(dims), _outer(dim)
     if at is None:
         return psum_over(dim, x)
     if splits(dim):
-        return lax.psum_scatter(x, TENSOR, scatter_dimension=at, tiled=True)
-    size = x.shape[at] // lax.axis_size(TENSOR)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, at)
+        x = lax.psum_scatter(x, TENSOR, scatter_dimension=at, tiled=True)
+    else:
+        size = x.shape[at] // lax.axis_size(TENSOR)
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, at)
+    return lax.psum(x, outer) if outer else x
 
 
 def _split_dim(dims: str) -> int | None:
@@ -220,3 +242,16 @@ def varying(x: jax.Array, *like: jax.Array, axes: tuple[str, ...] = ()) -> jax.A
 
 def _varying_over(x: jax.Array) -> set[str]:
     return set(jax.typeof(x).manual_axis_type.varying)
+
+
+def zeros(like: Any, *lead: int) -> jax.Array:
+    """Zeros of the shape, type and layout of like, an array or a jax.ShapeDtypeStruct, with leading dimensions."""
+    lies = PartitionSpec() if like.sharding is None else like.sharding.spec
+    split = any(entry is not None for entry in lies)
+    where = PartitionSpec(*(None,) * len(lead), *lies) if split else None
+    return jnp.zeros((*lead, *like.shape), like.dtype, out_sharding=where)
+
+
+def zeros_like(like: Any, *varies: jax.Array) -> jax.Array:
+    """zeros, typed as different where any of varies is."""
+    return varying(zeros(like), *varies)

@@ -19,9 +19,6 @@ TENSOR = "tensor"
 AXES = ("pipe", "data", "fsdp", "context", "tensor")
 """Mesh axes as they are laid on devices, from the outermost, which talks least, to the innermost."""
 
-MANUAL = ("pipe", "data", "fsdp", "context")
-"""Axes over which the step is manual: the program itself says what is communicated over them."""
-
 Axes = tuple[str, ...]
 
 PARAMETERS: dict[str, Axes] = {
@@ -34,7 +31,7 @@ PARAMETERS: dict[str, Axes] = {
     "head": (),
     "branch": (),
     "mlp": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("pipe", "tensor"),
     "positions": (),
 }
 """Where the dimensions of parameters, gradients and optimizer state lie."""
@@ -51,7 +48,7 @@ ACTIVATIONS: dict[str, Axes] = {
     "head": (),
     "branch": (),
     "mlp": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("pipe", "tensor"),
     "key": (),
 }
 """Where the dimensions of activations lie. `seq` is the residual stream's sequence, `length` the same inside
@@ -118,7 +115,9 @@ def rows(config: RunConfig, sizes: Mapping[str, int]) -> Rows:
     parameters, activations = dict(PARAMETERS), dict(ACTIVATIONS)
     tensor_seq = given.get("seq", ("tensor",) if config.sequence_parallel else ())
     activations["seq"] = (*ACTIVATIONS["seq"], *tensor_seq)
-    split = {dim: axes for dim, axes in given.items() if dim in ("vocab", "heads", "mlp")}
+    split = {dim: axes for dim, axes in given.items() if dim in ("heads", "mlp")}
+    if "vocab" in given:
+        split["vocab"] = ("pipe", *given["vocab"])
     if "heads" in split:
         split["kv_heads"] = split["heads"]
     parameters |= split
