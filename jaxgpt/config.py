@@ -192,7 +192,7 @@ class RunConfig:
     """Learning rate at the end."""
     warmup: int = 20
     """Steps of linear warm-up."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     decay: float = 0.2
     """Share of the steps, at the end, in which wsd falls."""
     weight_decay: float = 0.1
@@ -206,8 +206,15 @@ class RunConfig:
     """Rows of the layout table changed by hand, "mlp=none,embed=fsdp+data"."""
     sequence_parallel: bool = False
     """Split the residual stream's sequence over tensor as well: norms, dropout and what they keep."""
-    context_attention: Literal["ring", "gather"] = "ring"
-    """Over context, keys and values pass round a ring, or are gathered at once: faster on few devices, and fuller."""
+    context_attention: Literal["auto", "ring", "gather"] = "auto"
+    """Over context, keys and values pass round a ring, or are gathered at once: faster on few devices, and fuller.
+    auto: ring, and gather in a pipeline."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    """Over pipe, in which order a stage runs its microbatches forward and backward."""
+    virtual_stages: int = 1
+    """Parts of the model on each stage; more than 1 for the interleaved schedule."""
+    stages: str = "auto"
+    """Layers of each part, "7,8,8,7"; auto: as even as can be."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over data beside the batch: 1 optimizer state and masters, 2 gradients too, 3 weights too."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -227,7 +234,7 @@ class RunConfig:
     """Start of the sample drawn at the end."""
 
     def __post_init__(self) -> None:
-        for flag in ("steps", "global_batch", "micro_batch", "log_every", "keep"):
+        for flag in ("steps", "global_batch", "micro_batch", "log_every", "keep", "virtual_stages"):
             value = getattr(self, flag)
             require(value is None or value >= 1, _flag(flag), value, "must be at least 1")
         for flag in ("seed", "warmup", "eval_every", "save_every", "eval_tokens", "clip", "weight_decay", "min_lr"):

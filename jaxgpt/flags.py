@@ -66,7 +66,7 @@ class TrainFlags:
     """Learning rate at the end."""
     warmup: int
     """Steps of linear warm-up."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"]
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"]
     """How the learning rate falls."""
     decay: float
     """Share of the steps, at the end, in which wsd falls."""
@@ -84,8 +84,14 @@ class TrainFlags:
     """Rows of the layout table changed by hand, such as mlp=none,embed=fsdp+data."""
     sequence_parallel: bool
     """Split norms, dropout and residual stream over tensor along the sequence."""
-    context_attention: Literal["ring", "gather"]
-    """Over context, keys and values pass round a ring, or are gathered at once."""
+    context_attention: Literal["auto", "ring", "gather"]
+    """Over context, keys and values pass round a ring, or are gathered at once; auto: ring, and gather over pipe."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
+    """Over pipe, in which order a stage runs its microbatches forward and backward."""
+    virtual_stages: int
+    """Parts of the model on each stage; more than 1 for the interleaved schedule."""
+    stages: str
+    """Layers of each part, such as 7,8,8,7; auto: as even as can be."""
     zero: Literal[0, 1, 2, 3]
     """Split over data: 1 optimizer state, 2 gradients too, 3 weights too."""
     recompute: Literal["none", "selective", "full"]
@@ -116,6 +122,8 @@ class ExplainFlags(TrainFlags):
     """Compile the step, too, for CPU or for GPUs that need not be there, and compare."""
     json: bool = False
     """Print JSON in place of tables."""
+    picture: Path | None = None
+    """Draw the pipeline's schedule into this PNG file, which must not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)

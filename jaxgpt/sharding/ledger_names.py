@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 
 from jaxgpt.config import RunConfig
+from jaxgpt.pipeline.microbatches import micro_batch
 
 
 def dimension_names(
@@ -29,8 +30,8 @@ def dimension_names(
 
 def _sizes(config: RunConfig, sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Size of each dimension: of batch and sequence a device's part on the manual axes, of the others the whole."""
-    model, share = config.model, config.global_batch // (sizes["data"] * sizes["fsdp"])
-    batch, seq = share if config.micro_batch is None else config.micro_batch, model.seq // sizes["context"]
+    model, batch = config.model, micro_batch(config, sizes)
+    seq = model.seq // sizes["context"]
     rest = {
         "layers": model.layers,
         "embed": model.width,

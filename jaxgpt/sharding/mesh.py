@@ -17,10 +17,9 @@ from jax.sharding import AxisType, Mesh
 from jaxgpt import host_memory
 from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError, require
+from jaxgpt.pipeline.microbatches import micro_batch
+from jaxgpt.pipeline.placement import place
 from jaxgpt.sharding.rows import AXES, TENSOR, rows
-
-NOT_YET = {"pipe": "pipelines are not yet built"}
-"""Axes that must have size 1 for now, and why."""
 
 MOST_CPU_DEVICES = 2048
 """What XLA's CPU client allows."""
@@ -118,6 +117,8 @@ def check(config: RunConfig, sizes: Sizes) -> list[str]:
 
     Raises UserError with flag, value and up to three of the nearest legal meshes of as many devices.
     """
+    if config.stages != "auto":  # another mesh would not help
+        place(config.model.layers, sizes["pipe"], config.virtual_stages, config.stages)
     complaint = next(_complaints(config, sizes), None)
     if complaint is not None:
         devices = math.prod(sizes.values())
@@ -138,9 +139,7 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     """Each rule that the sizes break, in the order in which a user should hear of them."""
     model, global_batch, micro_batch = config.model, config.global_batch, config.micro_batch
     mesh, tensor, fsdp = f"--mesh {format_mesh(sizes)}", sizes["tensor"], sizes["fsdp"]
-    for axis, reason in NOT_YET.items():
-        if sizes[axis] > 1:
-            yield f"{mesh}: {axis} must be 1, since {reason}"
+    yield from _pipeline_complaints(config, sizes, mesh)
     table = rows(config, sizes)
     if table.activations["heads"] and model.heads % tensor:
         yield f"{mesh}: tensor={tensor} must divide --heads {model.heads}"
@@ -159,6 +158,9 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
         yield f"{mesh}: 2 x context = {2 * context} must divide --seq {model.seq}"
     if TENSOR in table.activations["seq"] and (model.seq // context) % tensor:
         yield f"{mesh}: context x tensor = {context * tensor} must divide --seq {model.seq} with --sequence-parallel"
+    if context > 1 and sizes["pipe"] > 1 and config.context_attention == "ring":
+        why = "a ring's permutes wait for all devices, and in a pipeline some stages are idle"
+        yield f"--context-attention ring: not over pipe={sizes['pipe']}, since {why}; take gather"
     if context > 1 and model.window is not None:
         yield f"{mesh}: context must be 1 for a model with a window, {model.window}: its parts see a few others alone"
     shares = sizes["data"] * fsdp
@@ -167,6 +169,26 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     elif micro_batch is not None and (global_batch // shares) % micro_batch:
         share = global_batch // shares
         yield f"--micro-batch {micro_batch}: must divide a device's share of --global-batch, {share} ({mesh})"
+
+
+def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator[str]:
+    """What layers, virtual stages and microbatches do not allow."""
+    stages, chunks = sizes["pipe"], config.virtual_stages
+    try:
+        place(config.model.layers, stages, chunks, config.stages)
+    except UserError as error:
+        yield f"{error} ({mesh})"
+    interleaved = config.schedule == "interleaved"
+    if chunks > 1 and not (interleaved and stages > 1):
+        yield f"--virtual-stages {chunks}: only --schedule interleaved on a mesh with pipe > 1 has them; leave it at 1"
+    if interleaved and chunks == 1 and stages > 1:
+        yield "--virtual-stages 1: --schedule interleaved needs at least 2"
+    shares = sizes["data"] * sizes["fsdp"]
+    if config.global_batch % shares:
+        return
+    count = config.global_batch // shares // micro_batch(config, sizes)
+    if interleaved and count % stages:
+        yield f"--schedule interleaved: pipe={stages} must divide the {count} microbatches ({mesh})"
 
 
 def _factorisations(devices: int, axes: Sequence[str]) -> list[Sizes]:

@@ -27,7 +27,7 @@ from jaxgpt.training.evaluation import Figures, measure
 from jaxgpt.training.metrics import Metrics
 from jaxgpt.training.profile import Tracer
 from jaxgpt.training.program import Program
-from jaxgpt.training.resume import Tree, flatten, logical_shapes
+from jaxgpt.training.resume import Tree, flatten, logical_shapes, stored_rows
 from jaxgpt.training.signals import StopSignals
 from jaxgpt.training.throughput import Pace, flops_per_token
 
@@ -197,7 +197,8 @@ class Loop:
             "config": json.loads(to_json(self.config)),
         }
         shapes = logical_shapes(self.state, self.program.logical)
-        self._writer.save(self.done, flatten(self.state), shapes, meta)
+        rows = stored_rows(self.state, self.program.rows)
+        self._writer.save(self.done, flatten(self.state), shapes, meta, rows)
         self.saved = self.done
 
     def _noted(self, name: str) -> None:

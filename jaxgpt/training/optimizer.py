@@ -20,7 +20,7 @@ def learning_rate(config: RunConfig) -> optax.Schedule:
     rest = max(config.steps - config.warmup, 1)
     fall = max(round(config.steps * config.decay), 1)
     after: optax.Schedule
-    match config.schedule:
+    match config.lr_schedule:
         case "cosine":
             after = optax.cosine_decay_schedule(config.lr, rest, config.min_lr / config.lr)
         case "linear":

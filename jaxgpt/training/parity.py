@@ -85,8 +85,9 @@ def steps(program: Program, batches: Batches) -> Trace:
             norms.append(float(metrics["grad_norm"]))
             if number == 0:
                 # Adam's first moment after one step is the gradient times 1 - beta1
-                gradients = {n: np.asarray(mu) / (1 - program.config.beta1) for n, mu in state["mu"].items()}
-    params = {name: np.asarray(p) for name, p in state["params"].items()}
+                share = 1 - program.config.beta1
+                gradients = {n: program.in_order(n, np.asarray(mu)) / share for n, mu in state["mu"].items()}
+    params = {name: program.in_order(name, np.asarray(p)) for name, p in state["params"].items()}
     return Trace(np.asarray(losses), np.asarray(norms), gradients, params)
 
 

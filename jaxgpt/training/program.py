@@ -11,7 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import RunConfig
 from jaxgpt.model.attention import kernel_for
-from jaxgpt.model.parameters import parameters, start
+from jaxgpt.model.parameters import Parameter, parameters, placed, start
+from jaxgpt.pipeline.microbatches import micro_batch
+from jaxgpt.pipeline.schedule import Schedule
 from jaxgpt.sharding.layout import Layout
 from jaxgpt.sharding.ring import order
 from jaxgpt.training.step import Arrays, State, Step, on_mesh, state_specs
@@ -45,6 +47,11 @@ class Program:
         return Step(self.config, self.sizes, dtype, kernel_for(self.platform, self.dtype))
 
     @cached_property
+    def schedule(self) -> Schedule:
+        """The table that the train step's loop runs."""
+        return self.step_of.schedule(self.config.global_batch // self.micro_batch)
+
+    @cached_property
     def layout(self) -> Layout:
         return self.step_of.layout
 
@@ -54,15 +61,29 @@ class Program:
         return {name: p.logical for name, p in parameters(self.config.model).items()}
 
     @cached_property
+    def table(self) -> dict[str, Parameter]:
+        """Every parameter as this mesh holds it: blocks in the rows of their stages."""
+        return placed(parameters(self.config.model), self.step_of.placement.order)
+
+    @cached_property
+    def rows(self) -> dict[str, tuple[int, ...]]:
+        """Logical layer of each row of the parameters whose rows are not the layers in order."""
+        return {name: p.rows for name, p in self.table.items() if p.rows is not None}
+
+    def in_order(self, name: str, array: np.ndarray) -> np.ndarray:
+        """A parameter, or an array like it, with its layers in their order."""
+        if name not in self.rows:
+            return array
+        return array[[self.rows[name].index(layer) for layer in range(self.config.model.layers)]]
+
+    @cached_property
     def shardings(self) -> dict[str, NamedSharding]:
         """Layout of each parameter."""
-        return {
-            n: NamedSharding(self.mesh, self.layout.stored(p.dims)) for n, p in parameters(self.config.model).items()
-        }
+        return {n: NamedSharding(self.mesh, self.layout.stored(p.dims)) for n, p in self.table.items()}
 
     def targets(self) -> State:
         """Shapes, types and layouts of the state, nothing allocated."""
-        table = parameters(self.config.model)
+        table = self.table
         params = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=self.shardings[n]) for n, p in table.items()}
         whole = NamedSharding(self.mesh, PartitionSpec())
         return {
@@ -76,7 +97,7 @@ class Program:
     def compiled_init(self) -> Any:
         """The compiled start. The compiler lays the draws out backwards from their results, so that no device holds a
         whole copy of a split array; for that this one program has no layouts in its types."""
-        table, seed = parameters(self.config.model), self.config.seed
+        table, seed = self.table, self.config.seed
 
         def create() -> State:
             key = jax.random.key(seed, impl="threefry2x32")
@@ -115,8 +136,7 @@ class Program:
     @property
     def micro_batch(self) -> int:
         """Sequences in a microbatch, over all devices."""
-        shards = self.sizes["data"] * self.sizes["fsdp"]
-        return self.config.global_batch if self.config.micro_batch is None else self.config.micro_batch * shards
+        return micro_batch(self.config, self.sizes) * self.sizes["data"] * self.sizes["fsdp"]
 
     def place(self, batch: dict[str, np.ndarray]) -> Arrays:
         """A global batch of {"inputs", "targets"}, int32 [global_batch, seq], on the devices: [microbatch, batch, seq];
@@ -192,13 +212,15 @@ class Program:
         step, whole = self.step_of, self.layout.batch()
         specs = PartitionSpec(*whole[1:])
         inputs = (state_specs(step)["params"], specs)
-        return jax.jit(on_mesh(step, self.mesh, step.logits, inputs, specs))
+        outputs = PartitionSpec(*specs, self.layout.shared().get("vocab"))
+        return jax.jit(on_mesh(step, self.mesh, step.logits, inputs, outputs))
 
     @cached_property
     def _next_logits(self) -> Any:
         step, (batch, seq) = self.step_of, tuple(self.layout.batch())[1:]
         inputs = (state_specs(step)["params"], PartitionSpec(batch, seq), PartitionSpec(batch))
-        return jax.jit(on_mesh(step, self.mesh, step.next_logits, inputs, PartitionSpec(batch)))
+        outputs = PartitionSpec(batch, self.layout.shared().get("vocab"))
+        return jax.jit(on_mesh(step, self.mesh, step.next_logits, inputs, outputs))
 
     def next_logits(self, params: Arrays, tokens: np.ndarray, last: np.ndarray) -> np.ndarray:
         """fp32 logits [B, padded vocabulary] of what follows position last [B] of tokens [B, S], any B."""

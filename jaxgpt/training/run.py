@@ -114,7 +114,9 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
 
 def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     """The parameters of a run's last whole checkpoint on any mesh. Raises UserError where there is none."""
-    config = dataclasses.replace(folder.stored_config(run), mesh=mesh_text)
+    # how a pipeline was cut is of its mesh, not of the run
+    stored = folder.stored_config(run)
+    config = dataclasses.replace(stored, mesh=mesh_text, schedule="1f1b", virtual_stages=1, stages="auto")
     devices, sizes = _devices(config, console, training=False)
     # As many sequences at once on a device as in training, where that is known, and as divide over the devices.
     shares = sizes["data"] * sizes["fsdp"]
@@ -123,7 +125,7 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     mesh.check(config, sizes)
     program = Program(config, mesh.build(sizes, devices))
     targets = {"params": program.targets()["params"]}
-    restored = restore_last(run / "checkpoints", targets, program.logical, console.fallback)
+    restored = restore_last(run / "checkpoints", targets, program.logical, console.fallback, program.rows)
     if restored is None:
         raise UserError(f"{run}: has no checkpoint yet; train it further")
     return Trained(config, program, restored.state["params"], restored.step)
@@ -213,7 +215,7 @@ def _finished(run: Path, config: RunConfig, console: Console) -> Result | None:
 def _begin(run: Path, program: Program, console: Console) -> Begin:
     checkpoints = run / "checkpoints"
     checkpoint.clear_partial(checkpoints)
-    restored = restore_last(checkpoints, program.targets(), program.logical, console.fallback)
+    restored = restore_last(checkpoints, program.targets(), program.logical, console.fallback, program.rows)
     if restored is None:
         return Begin(program.init(), 0, None)
     for step in restored.damaged:

@@ -18,25 +18,26 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxgpt.config import ModelConfig, RunConfig
 from jaxgpt.model.elementwise import dropout_key
 from jaxgpt.model.fuse import fuse, fused_dims, unfuse_gradients
-from jaxgpt.model.gpt import POLICIES, block, context, embed, final_norm
+from jaxgpt.model.gpt import POLICIES, Context, block, context, embed, final_norm
 from jaxgpt.model.parameters import parameters
-from jaxgpt.model.vocabulary import add_lookup_gradient, head_logits, lookup, loss_and_gradients, loss_sum
+from jaxgpt.model.vocabulary import head_logits, lookup, loss_sum
 from jaxgpt.pipeline.loop import run
-from jaxgpt.pipeline.schedule import accumulation
+from jaxgpt.pipeline.parts import from_stage, layers_of, rows_of, through
+from jaxgpt.pipeline.placement import Placement, place
+from jaxgpt.pipeline.schedule import Schedule, schedule
 from jaxgpt.pipeline.stage import Stage
 from jaxgpt.sharding.collectives import gather, scatter_sum
 from jaxgpt.sharding.layout import Layout, split_axes
 from jaxgpt.sharding.named import layout, relayout, sequence_axis, varying
 from jaxgpt.sharding.ring import positions
 from jaxgpt.sharding.rows import MANUAL
+from jaxgpt.training.microbatch import BLOCKS, HEAD, TOKEN, Microbatch, part
 from jaxgpt.training.optimizer import Optimizer, global_norm
 
 Arrays = dict[str, jax.Array]
 State = dict[str, Any]
-BLOCKS = "blocks."
 UNROLLED = 12
 """Most blocks written out on a single CPU device, where copying what they keep into stacks takes a tenth of a step."""
-TOKEN, HEAD = "embedding.token.weight", "head.weight"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Step:
         return self.layout.axes
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Those over which tokens lie split."""
+        return tuple(axis for axis in self.axes if axis != "pipe")
+
+    @property
     def dims(self) -> dict[str, tuple[str, ...]]:
         """Named dimensions of the weights that are computed with."""
         return fused_dims(self.model)
@@ -70,6 +76,18 @@ class Step:
     def head(self) -> str:
         """The table that the head multiplies with."""
         return TOKEN if self.model.tied else HEAD
+
+    @property
+    def placement(self) -> Placement:
+        """Which layers lie on which stage."""
+        return place(self.model.layers, self.sizes["pipe"], self.config.virtual_stages, self.config.stages)
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """The table that the loop over microbatches runs. One stage has no schedule to choose."""
+        stages = self.sizes["pipe"]
+        return schedule(
+            self.config.schedule if stages > 1 else "1f1b", stages, microbatches, self.config.virtual_stages
+        )
 
     def stage(self, model: ModelConfig) -> Stage:
         """The blocks as a stage; model: with or without dropout."""
@@ -81,7 +99,7 @@ class Step:
         alone = set(self.sizes.values()) == {1}
         # not with recomputation: where forward and backward stand side by side, XLA keeps what both compute
         unroll = alone and policy is None and self.kernel == "blocked" and model.layers <= UNROLLED
-        return Stage(body, dims, self.layout.rows.used, self.layout.rows.accumulated, unroll)
+        return Stage(body, dims, self.layout.rows.used, self.layout.rows.accumulated, self.placement.full, unroll)
 
     def at_rest(self, params: Arrays) -> Arrays:
         """Parameters fused, matrices in the type of computation, split as they are at rest; and typed as different on
@@ -110,45 +128,36 @@ class Step:
         ends, tokens = self.ends(weights), varying(tokens, axes=self.axes)
         nobody = jnp.zeros(tokens.shape[0], jnp.int32)
         c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
-        x = embed(model, _part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
-        x = self.stage(model).apply(_part(weights, BLOCKS), x, jnp.int32(0), c)
+        x = embed(model, part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
+        x = through(self.placement, partial(self._apply, self.stage(model), part(weights, BLOCKS), c), x)
         return final_norm(model, ends, x), ends[self.head]
 
-    def both(self, weights: Arrays, scale: jax.Array, key: jax.Array, carry: Any, batch: Arrays) -> Any:
-        """One microbatch forward and backward: its loss and gradients added to the carry."""
-        loss, gradients = carry
-        model, stage = self.model, self.stage(self.model)
-        ends, blocks, first = self.ends(weights), _part(weights, BLOCKS), jnp.int32(0)
-        c = context(model, batch["samples"], positions(batch["inputs"].shape[1]), key)
-
-        looked_up = lookup(ends[TOKEN], batch["inputs"])
-        x, embedded = jax.vjp(lambda w, x: embed(model, _part(w, "embedding."), x, c), ends, looked_up)
-        x, kept = stage.forward(blocks, x, first, c)
-        h, normed = jax.vjp(partial(final_norm, model), ends, x)
-        sums, dh, dhead = loss_and_gradients(h, ends[self.head], batch["targets"], scale, model.vocab)
-        dends, dx = normed(dh)
-        dx, dblocks = stage.backward(blocks, kept, dx, first, c, _part(gradients, BLOCKS))
-        dembedding, dx = embedded(dx)
-
-        dends = {n: dends[n] + dembedding[n] for n in ends} | {self.head: dhead}
-        table = dhead if model.tied else jnp.zeros_like(ends[TOKEN], dtype=jnp.float32)
-        dends[TOKEN] = add_lookup_gradient(varying(table, axes=self.axes), batch["inputs"], dx)
-        added = {n: gradients[n] + scatter_sum(g, self.dims[n], self.layout.rows.accumulated) for n, g in dends.items()}
-        return loss + sums, added | {BLOCKS + n: g for n, g in dblocks.items()}
+    def _apply(self, stage: Stage, blocks: Arrays, c: Context, chunk: jax.Array | int, x: jax.Array) -> jax.Array:
+        return stage.apply(rows_of(self.placement, chunk, blocks), x, layers_of(self.placement, chunk), c)
 
     def loss_and_gradients(self, params: Arrays, batch: Arrays, step: jax.Array) -> tuple[jax.Array, Arrays, jax.Array]:
         """Loss (a sum over the valid tokens of the global batch, divided once), its gradients, and those tokens."""
         at_rest = self.at_rest(params)
         weights = self.weights(at_rest)
-        tokens = self.total(jnp.sum(batch["targets"] >= 0))
+        tokens = self.total(jnp.sum(batch["targets"] >= 0), self.batch_axes)
         scale = varying(1 / jnp.maximum(tokens, 1).astype(jnp.float32), axes=self.axes)
         key = varying(dropout_key(self.config.seed, step), axes=self.axes)
         batch = {n: varying(a, axes=self.axes) for n, a in batch.items()}
         like = at_rest if self.layout.rows.accumulated == self.layout.rows.rest else weights
         zeros = {n: varying(jnp.zeros_like(w, dtype=jnp.float32), axes=self.axes) for n, w in like.items()}
-        carry = (varying(jnp.zeros(()), axes=self.axes), zeros)
-        schedule = accumulation(batch["inputs"].shape[0])
-        loss, gradients = run(schedule, partial(self.both, weights, scale, key), carry, batch)
+        microbatch = Microbatch(
+            self.model,
+            self.stage(self.model),
+            self.placement,
+            self.axes,
+            weights,
+            partial(self.ends, weights),
+            self.dims,
+            self.layout.rows.accumulated,
+            scale,
+            key,
+        )
+        loss, gradients = run(self.schedule(len(batch["inputs"])), microbatch, zeros, batch)
         with jax.named_scope("reduce"):
             loss = self.total(loss * scale)
             reduced = {n: self.reduced(n, g) for n, g in gradients.items()}
@@ -162,9 +171,10 @@ class Step:
         split = split_axes(self.layout.manual(dims))
         return _psum(gradient, tuple(axis for axis in self.axes if axis not in split))
 
-    def total(self, x: jax.Array) -> jax.Array:
-        """Sum over all devices of the manual axes."""
-        return _psum(varying(x, axes=self.axes), self.axes)
+    def total(self, x: jax.Array, axes: tuple[str, ...] | None = None) -> jax.Array:
+        """Sum over all devices of these manual axes (None: of all of them)."""
+        axes = self.axes if axes is None else axes
+        return _psum(varying(x, axes=axes), axes)
 
     def update(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
         """One step: state after it, and loss, gradient norm, learning rate and tokens."""
@@ -179,8 +189,10 @@ class Step:
     def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss over the valid tokens of the batch, and their number; no dropout."""
         h, table = self.hidden(params, batch["inputs"])
-        sums = loss_sum(h, table, varying(batch["targets"], axes=self.axes), self.model.vocab)
-        return self.total(sums), self.total(jnp.sum(batch["targets"] >= 0))
+        sums = loss_sum(h, table, varying(batch["targets"], axes=self.batch_axes), self.model.vocab)
+        sums = from_stage(self.placement, 0, sums)  # all stages have the same, which the types cannot know
+        tokens = jnp.sum(batch["targets"] >= 0)
+        return self.total(sums, self.batch_axes), self.total(tokens, self.batch_axes)
 
     def logits(self, params: Arrays, tokens: jax.Array) -> jax.Array:
         """fp32 logits [B, S, padded vocabulary] of tokens [B, S], padded entries masked; no dropout."""
@@ -203,17 +215,13 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes) if axes else x
 
 
-def _part(arrays: Arrays, prefix: str) -> Arrays:
-    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
-
-
 def on_mesh(
     step: Step, mesh: Mesh, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
 ) -> Callable[..., Any]:
     """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts."""
 
     def inside(*args: Any) -> Any:
-        with layout(step.layout.typed(), step.layout.sequence):
+        with layout(step.layout.typed(), step.layout.sequence, step.layout.shared()):
             return function(*args)
 
     return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
