@@ -62,7 +62,12 @@ def explain(args: list[str]) -> int:
 
     from jaxgpt import explain as explaining
 
+    require(chosen.picture is None or not chosen.picture.exists(), "--picture", chosen.picture, "is there already")
     found = explaining.explain(config, chosen.compiled)
+    if chosen.picture is not None:
+        if found.pipeline is None:
+            raise UserError(f"--picture {chosen.picture}: one stage has no schedule to draw; give --mesh a pipe axis")
+        found.pipeline.draw(chosen.picture)
     if chosen.json:
         print(explaining.to_json(found))
     else:

@@ -16,8 +16,8 @@ from fractions import Fraction
 from typing import Any
 
 from jaxgpt.config import RunConfig
-from jaxgpt.model.parameters import parameters
 from jaxgpt.planner import absent
+from jaxgpt.planner.pipeline import Pipeline
 from jaxgpt.sharding import mesh
 from jaxgpt.sharding.hlo import collectives
 from jaxgpt.sharding.ledger import Line, Total, ledger, totals
@@ -25,6 +25,7 @@ from jaxgpt.sharding.ledger_memory import Kept, Loop, kept, outer_loops
 from jaxgpt.sharding.ledger_names import dimension_names
 from jaxgpt.sharding.ledger_rules import Axes
 from jaxgpt.sharding.sbp import S, Signature
+from jaxgpt.training import overridden
 from jaxgpt.training.console import Console, Rows, size
 from jaxgpt.training.program import Program
 
@@ -71,6 +72,9 @@ class Explanation:
     loops: list[Loop]
     lines: list[Line]
     compiled: Compiled | None
+    pipeline: Pipeline | None
+    changed: Rows
+    """What rows of the layout changed by hand cost; empty where none is."""
     notes: list[str]
     """Choices that were made for the user."""
 
@@ -88,7 +92,7 @@ def explain(config: RunConfig, compiled: str | None = None) -> Explanation:
         config = dataclasses.replace(config, dtype="bf16" if on_gpu else "fp32")
         notes.append(f"computation in {config.dtype}, as on {'GPUs' if on_gpu else 'CPUs'}")
     program = Program(config, mesh.build(sizes, _devices(compiled, config, sizes, notes)))
-    traced = program._update.trace(program.targets(), program.batch_targets()).jaxpr
+    traced = program.traced.jaxpr
     return Explanation(
         config=config,
         sizes=sizes,
@@ -99,6 +103,8 @@ def explain(config: RunConfig, compiled: str | None = None) -> Explanation:
         loops=outer_loops(traced, sizes),
         lines=ledger(traced, sizes, moved=on_gpu),
         compiled=None if compiled is None else _compiled(compiled, program),
+        pipeline=Pipeline.of(program),
+        changed=overridden.rows(program) if config.layout else [],
         notes=notes,
     )
 
@@ -119,7 +125,7 @@ def _devices(compiled: str | None, config: RunConfig, sizes: mesh.Sizes, notes: 
 
 def _stored(program: Program) -> list[Stored]:
     targets = program.targets()
-    table = parameters(program.config.model)
+    table = program.table
     return [
         Stored(
             name=name,
@@ -181,11 +187,10 @@ def tables(found: Explanation) -> list[tuple[str, Rows]]:
                 for each in found.stored
             ],
         ),
+        *([] if found.pipeline is None else found.pipeline.tables()),
+        *([(f"what --layout {found.config.layout} costs a device", found.changed)] if found.changed else []),
         ("loops: bytes a device while they run", [row for loop in found.loops for row in _loop_rows(loop)]),
-        (
-            f"kept from forward to backward: bytes a device and block; {size(kept_bytes)} in all blocks",
-            [_kept_row(found, each) for each in found.kept],
-        ),
+        *_kept_tables(found, kept_bytes),
         (
             f"communication of a step, predicted: {size(float(sent))} received by each device",
             _communication_rows(found),
@@ -199,6 +204,12 @@ def tables(found: Explanation) -> list[tuple[str, Rows]]:
     ]
 
 
+def _kept_tables(found: Explanation, nbytes: int) -> list[tuple[str, Rows]]:
+    """Nothing in a pipeline, whose loop hands on what is kept: it is in the table of loops."""
+    title = f"kept from forward to backward: bytes a device and block; {size(nbytes)} in all blocks"
+    return [] if found.pipeline else [(title, [_kept_row(found, each) for each in found.kept])]
+
+
 def _times(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
@@ -206,7 +217,7 @@ def _times(shape: Iterable[int]) -> str:
 def _loop_rows(loop: Loop) -> Rows:
     where = f"{loop.turns} turns at {loop.source}"
     return [
-        (where, "gradients and what else is handed on", size(loop.carried)),
+        (where, "gradients and what else is handed on, a pipeline's rings", size(loop.carried)),
         (where, "weights and what else is read", size(loop.constant)),
     ]
 
@@ -296,6 +307,8 @@ def to_json(found: Explanation) -> str:
         "kept": kept_rows,
         "communication": [dataclasses.asdict(line) for line in found.lines],
         "totals": [_total_json(key, total) for key, total in predicted.items()],
+        "changed": [list(row) for row in found.changed],
+        "pipeline": found.pipeline and found.pipeline.to_json(),
         "compiled": held
         and {
             "target": held.target,

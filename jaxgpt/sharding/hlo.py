@@ -43,7 +43,7 @@ class Collective:
     times: int
     """How often it runs: the product of the trip counts of the loops around it."""
     exact: bool
-    """False where times is only known for one turn of a loop, or for the case that its branch is taken."""
+    """False where times is only known for one turn of a loop, or for the case that its branch is taken each time."""
     op_name: str
     """JAX's name scopes."""
     stack: tuple[str, ...]
@@ -87,35 +87,40 @@ class Collective:
 
 def collectives(text: str) -> list[Collective]:
     """All collectives of a program, in the order of its text, from the entry computation on."""
-    return list(_Module(text).walk())
+    return list(Module(text).collectives())
 
 
 # Reading the text
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """A line of a computation."""
+
+    name: str
     type: str
     opcode: str
     rest: str
     """Operands and attributes."""
 
 
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)\b.*\{\s*$")
 OPCODE = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
 CALLERS = ("call", "call-start", "fusion", "fusion-start", "async-start", "custom-call")
+TAKEN = re.compile(r'op_name="[^"]*\b(\d+) of (\d+) turns/cond"')
+"""The name scope of jaxprs.share on a conditional: in how many of its loop's turns its branch is taken."""
 CALLED = re.compile(
     r"\b(?:calls|to_apply|(?:called|branch)_computations|(?:true|false)_computation)=(\{[^}]*\}|[\w.%\-]+)"
 )
 
 
 @dataclass
-class _Module:
+class Module:
     """A module's computations and tables of source lines."""
 
     text: str
-    computations: dict[str, list[_Instruction]] = field(default_factory=dict)
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
     entry: str = ""
     frames: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
@@ -123,34 +128,49 @@ class _Module:
         partitions, replicas = (re.search(rf"\b{n}=(\d+)", self.text) for n in ("num_partitions", "replica_count"))
         self.devices = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
         self.frames = _frames(self.text)
-        current: list[_Instruction] | None = None
+        current: list[Instruction] | None = None
         for line in self.text.splitlines():
             if line.startswith("}"):
                 current = None
             elif current is not None and (found := INSTRUCTION.match(line)):
-                current.append(_instruction(found[1]))
+                current.append(_instruction(found[1], found[2]))
             elif not line.startswith((" ", "HloModule")) and (header := COMPUTATION.match(line)):
                 current = self.computations.setdefault(header[2], [])
                 self.entry = header[2] if header[1] else self.entry
         if not self.entry:
             raise ValueError("no ENTRY computation: this is not the text of an HLO module")
 
-    def walk(self, name: str | None = None, times: int = 1, exact: bool = True) -> Iterator[Collective]:
-        """The collectives of a computation (None: of the program) and of all that it calls."""
-        for instruction in self.computations[name or self.entry]:
+    def instructions(
+        self, name: str | None = None, times: int = 1, exact: bool = True
+    ) -> Iterator[tuple[str, Instruction, int, bool]]:
+        """Every instruction of a computation (None: of the program) and of all that it calls, with the computation's
+        name, how often it runs, and whether that is known."""
+        name = name or self.entry
+        for instruction in self.computations[name]:
             kind = instruction.opcode.removesuffix("-start")
-            if kind in KINDS:
-                yield self.collective(kind, instruction, times, exact)
-            elif kind == "while":
+            yield name, instruction, times, exact
+            if kind == "while":
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.rest)
                 turns, known = (times * int(trips[1]), exact) if trips else (times, False)
                 for part in re.findall(r"\b(?:body|condition)=%?([\w.\-]+)", instruction.rest):
-                    yield from self.walk(part, turns, known)
-            elif kind == "conditional" or instruction.opcode in CALLERS:
+                    yield from self.instructions(part, turns, known)
+            elif kind == "conditional":
+                named = TAKEN.search(instruction.rest)
+                taken = times * int(named[1]) // int(named[2]) if named else times
                 for part in _called(instruction.rest):
-                    yield from self.walk(part, times, exact and kind != "conditional")
+                    yield from self.instructions(part, taken, exact and named is not None)
+            elif instruction.opcode in CALLERS:
+                for part in _called(instruction.rest):
+                    yield from self.instructions(part, times, exact)
 
-    def collective(self, kind: str, instruction: _Instruction, times: int, exact: bool) -> Collective:
+    def collectives(self) -> Iterator[Collective]:
+        """The program's collectives."""
+        for _, instruction, times, exact in self.instructions():
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in KINDS:
+                yield self.collective(kind, instruction, times, exact)
+
+    def collective(self, kind: str, instruction: Instruction, times: int, exact: bool) -> Collective:
         arrays = _arrays(_result(kind, instruction))
         groups = _groups(instruction.rest, self.devices)
         result, size = sum(nbytes for _, nbytes in arrays), max(map(len, groups))
@@ -169,13 +189,13 @@ class _Module:
         return self.frames.get(int(frame[1]), ()) if frame else ()
 
 
-def _instruction(text: str) -> _Instruction:
+def _instruction(name: str, text: str) -> Instruction:
     """ "f32[8]{0} add(%x, %y), metadata=..." in its parts; a tuple's type has spaces and brackets of its own."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     opcode = OPCODE.match(text, end)
     if opcode is None:
         raise ValueError(f"not an HLO instruction: {text[:200]}")
-    return _Instruction(text[:end], opcode[1], text[opcode.end() :])
+    return Instruction(name, text[:end], opcode[1], text[opcode.end() :])
 
 
 def _closing(text: str, start: int) -> int:
@@ -216,7 +236,7 @@ def _frames(text: str) -> dict[int, tuple[str, ...]]:
 # Types and groups
 
 
-def _result(kind: str, instruction: _Instruction) -> str:
+def _result(kind: str, instruction: Instruction) -> str:
     """The type of what comes out. A "-start" gives (operands, results, ...), but all-reduce-start, unless it is
     written like the others, the results alone."""
     inner = _elements(instruction.type)

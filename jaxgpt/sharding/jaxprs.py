@@ -8,8 +8,10 @@ axes (AxisType.Explicit) it is the whole, and the type says where that lies.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,9 @@ class Where:
         """The innermost line that is not one of sharding's helpers."""
         return next(iter([*(f for f in self.frames if not f.file.startswith("sharding/")), *self.frames]), None)
 
-    def repeated(self, times: int) -> "Where":
-        """The same place inside of a loop."""
-        return Where(self.times * times, self.scopes, self.frames)
+    def repeated(self, times: Fraction | int) -> "Where":
+        """The same place inside of a loop, or of what runs in a share of its turns."""
+        return Where(int(self.times * times), self.scopes, self.frames)
 
 
 def _frames(equation: JaxprEqn) -> Iterator[Frame]:
@@ -80,6 +82,20 @@ def live(program: Any) -> Jaxpr:
     """The program without what none of its results need, all the way in: what a compiler would drop, too."""
     jaxpr: Jaxpr = getattr(program, "jaxpr", program)  # a ClosedJaxpr, until jax 0.12 made the two one
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+SHARE = re.compile(r"(\d+) of (\d+) turns")
+
+
+def share(runs: int, turns: int) -> str:
+    """The name scope of a cond whose first branch runs in some of a loop's turns only, the other otherwise."""
+    return f"{runs} of {turns} turns"
+
+
+def share_of(equation: JaxprEqn) -> Fraction:
+    """In which share of the turns of the loop around it a cond's dearest branch runs, by its name scope; or in all."""
+    found = SHARE.fullmatch(str(equation.source_info.name_stack).rpartition("/")[2])
+    return Fraction(int(found[1]), int(found[2])) if found else Fraction(1)
 
 
 def branches(equation: JaxprEqn) -> tuple[Jaxpr, ...]:

@@ -4,8 +4,8 @@
         print(line.kind, line.axes, line.times * line.received, line.source)
 
 Inside a shard_map a program says itself what it sends over the manual axes, and over the typed ones it follows from the
-types (ledger_rules). A loop multiplies; of a cond the dearest branch is counted; what no result needs is not, and what
-is sent twice alike is once.
+types (ledger_rules). A loop multiplies; of a cond the dearest branch is counted, as often as its scope says; what no
+result needs is not, and what is sent twice alike is once.
 """
 
 from collections import Counter
@@ -27,6 +27,7 @@ from jaxgpt.sharding.jaxprs import (
     local_shape,
     producers,
     scan_of,
+    share_of,
 )
 from jaxgpt.sharding.ledger_rules import Axes, Change, Sizes, changes
 
@@ -120,7 +121,7 @@ class _Reader:
             alternatives, parts = branches(equation), inner(equation)
             self.values.update((v, object()) for v in equation.outvars)  # a program may be read for several calls
             if alternatives:
-                each = [self._inside(equation, branch, 1, where) for branch in alternatives]
+                each = [self._inside(equation, branch, share_of(equation), where) for branch in alternatives]
                 self.lines += max(each, key=lambda lines: sum(line.times * line.received for line in lines))
             for part, times in parts:
                 if equation.primitive.name in ("scan", "while"):
@@ -131,7 +132,7 @@ class _Reader:
                 self._leaf(equation, where)
         return self.lines
 
-    def _inside(self, equation: JaxprEqn, part: Jaxpr, times: int | None, where: Where) -> list[Line]:
+    def _inside(self, equation: JaxprEqn, part: Jaxpr, times: Fraction | int | None, where: Where) -> list[Line]:
         """The lines of a computation of its own."""
         reader = _Reader(self.sizes, self.moved, scan_of(equation))
         lines = reader.read(part, where.enter(equation).repeated(times or 1))

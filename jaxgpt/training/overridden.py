@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jaxgpt.sharding.ledger import ledger
-from jaxgpt.sharding.ledger_memory import kept
+from jaxgpt.sharding.ledger_memory import kept, outer_loops
 from jaxgpt.training.console import Rows, size
 from jaxgpt.training.program import Program
 
@@ -16,7 +16,7 @@ class Cost:
     state: int
     """Parameters and optimizer state."""
     kept: int
-    """From forward to backward, in all blocks."""
+    """From forward to backward, in all blocks; in a pipeline with the gradients, as its loop hands on both."""
     received: float
     """From other devices in a step."""
 
@@ -28,6 +28,8 @@ def cost(program: Program) -> Cost:
     state = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
     traced = program.traced.jaxpr
     stacked = sum(one.nbytes * one.turns for one in kept(traced, program.sizes))
+    if program.sizes["pipe"] > 1:  # kept in the rings that the loop hands on, beside the gradients
+        stacked = max(loop.carried for loop in outer_loops(traced, program.sizes))
     received = sum(line.times * line.received for line in ledger(traced, program.sizes))
     return Cost(state, stacked, float(received))
 
