@@ -163,7 +163,7 @@ def main(where: str, data: str, changes: str) -> int:
     kind: type[Program] = Bigram
     if given.pop("gpt", False):
         kind = Program
-        given |= {"model": dataclasses.replace(TINY, heads=4, dropout=0.1), "lr": 0.01, "global_batch": 8}
+        given |= {"model": dataclasses.replace(TINY, layers=2, heads=4, dropout=0.1), "lr": 0.01, "global_batch": 8}
     seconds, hang = given.pop("seconds", 0.0), given.pop("hang", None)
     place, step = kind.place, kind.step
 

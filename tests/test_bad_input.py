@@ -55,7 +55,16 @@ def refused(texts, cache, tmp_path, capsys):
     [
         ("--mesh tensr=2", "'tensr' is not an axis; did you mean tensor?"),
         ("--mesh expert=2", "no expert axis"),
-        ("--mesh pipe=2", "pipe must be 1"),
+        ("--mesh pipe=2", "--layers 1: must be at least the 2 parts of pipe=2 (--mesh pipe=2)"),
+        ("--mesh pipe=2 --layers 4 --stages 2,1", "--stages 2,1: must sum to --layers 4, not to 3"),
+        ("--mesh pipe=2 --layers 4 --stages 1,1,2", "--stages 1,1,2: must name the 2 parts of pipe=2"),
+        ("--mesh pipe=2 --layers 4 --virtual-stages 2", "--virtual-stages 2: only --schedule interleaved"),
+        (
+            "--mesh pipe=2 --layers 4 --schedule interleaved --virtual-stages 2 --micro-batch 8",
+            "--schedule interleaved: pipe=2 must divide the 1 microbatches",
+        ),
+        ("--mesh pipe=2,context=2 --layers 2 --context-attention ring", "--context-attention ring: not over pipe=2"),
+        ("--schedule 2f2b", "--schedule 2f2b: not allowed; give one of 1f1b, gpipe, interleaved, zero-bubble"),
         ("--mesh data=-1,tensor=3", "nearest for 8 devices: "),
         ("--mesh data=16", "--mesh of 16 devices: JAX has already started with 8"),
         (

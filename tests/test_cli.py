@@ -17,8 +17,8 @@ from jaxgpt.config import RunConfig, to_json
 from jaxgpt.errors import UserError
 
 TRAIN = """preset run data tokenizer validation mesh steps seed global_batch micro_batch seq layers width heads kv_heads
-vocab dropout attention_dropout lr min_lr warmup schedule decay weight_decay beta1 beta2 epsilon clip
-layout sequence_parallel context_attention zero recompute dtype
+vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
+layout sequence_parallel context_attention schedule virtual_stages stages zero recompute dtype
 log_every eval_every eval_tokens save_every keep profile prompt"""
 
 
@@ -65,7 +65,9 @@ def refused(capsys, *args: str) -> str:
 
 def test_the_flags_are_these_and_no_others():
     assert [field.name for field in dataclasses.fields(flags.TrainFlags)] == TRAIN.split()
-    assert [field.name for field in dataclasses.fields(flags.ExplainFlags)] == [*TRAIN.split(), "compiled", "json"]
+    assert [field.name for field in dataclasses.fields(flags.ExplainFlags)] == (
+        [*TRAIN.split(), "compiled", "json", "picture"]
+    )
     assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh"]
     assert [field.name for field in dataclasses.fields(flags.SampleFlags)] == (
         ["run", "prompt", "tokens", "temperature", "seed", "mesh"]
@@ -201,7 +203,12 @@ def test_help_and_complaints_do_not_wait_for_jax():
         (["train", "--steps=1.5"], "--steps 1.5: not allowed; give a whole number"),
         (["train", "--lr", "fast"], "--lr fast: not allowed; give a number"),
         (["train", "--micro-batch", "x"], "--micro-batch x: not allowed; give a whole number or None"),
-        (["train", "--schedule", "cos"], "--schedule cos: not allowed; give one of cosine, linear, wsd, constant"),
+        (
+            ["train", "--lr-schedule", "cos"],
+            "--lr-schedule cos: not allowed; give one of cosine, linear, wsd, constant",
+        ),
+        (["train", "--schedule", "2f2b"], "--schedule 2f2b: not allowed; give one of 1f1b, gpipe, interleaved, zero-b"),
+        (["train", "--virtual-stages", "0"], "--virtual-stages 0: must be at least 1"),
         (["train", "--steps"], "--steps: a value is missing; give a whole number"),
         (["train", "--steps", "--seed", "3"], "--steps: a value is missing; give a whole number"),
         (["train", "--preset"], "--preset: a value is missing; give a text"),

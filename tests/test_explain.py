@@ -47,9 +47,9 @@ def test_gradients_and_weights_are_read_from_the_loop():
     (loop,) = small("data=4", micro_batch=4, dtype="bf16").loops
     elements = sum(math.prod(p.shape) for p in parameters(GPT).values())
     vectors = sum(math.prod(p.shape) for p in parameters(GPT).values() if not p.decays)
-    batch = 2 * 32 // 4 * GPT.seq * 4 + 4  # tokens, targets and the scale of the loss; no dropout needs more
+    scale = 4  # of the loss; tokens are handed in turn by turn
     assert (loop.turns, loop.carried) == (2, 4 * elements + 4)
-    assert loop.constant == 2 * (elements - vectors) + 4 * vectors + batch
+    assert loop.constant == 2 * (elements - vectors) + 4 * vectors + scale
 
 
 @pytest.mark.parametrize(
@@ -220,3 +220,24 @@ def test_dimensions_are_named_where_their_sizes_tell_them_apart():
     assert names(4, 256, 768) == ("batch", "", "embed")
     assert names(4, 256, 768, split=True) == ("batch", "seq", "")  # 768 is a fourth of the feed-forward width as well
     assert names(7) == ("",)
+
+
+def test_a_row_changed_by_hand_is_told_with_its_cost():
+    found = small("data=2,tensor=2", layout="mlp=none")
+    costs = {row[0]: row[1:] for row in found.changed}
+    before, _, after, by = costs["parameters and optimizer state"]
+    assert by.startswith("+") and before != after
+    assert any(title == "what --layout mlp=none costs a device" for title, _ in tables(found))
+    assert not small("data=2,tensor=2").changed
+
+
+def test_a_pipeline_is_told_with_its_schedule():
+    found = small("pipe=2,data=2", micro_batch=4, schedule="zero-bubble")
+    told = dict(tables(found))
+    assert told["pipeline"][0] == ("layers of each part", "1, 1")
+    assert told["schedule"][0][0].startswith("stage 0 F0 ")
+    sent = [line for line in found.lines if line.kind == "collective-permute"]
+    ticks = found.pipeline.facts.ticks
+    assert [(line.axes, line.times) for line in sent] == [(("pipe",), ticks)] * 2
+    meetings = [line for line in found.lines if line.axes == ("pipe",) and line.kind == "all-reduce" and line.times > 1]
+    assert {line.times for line in meetings} == {4}  # once a microbatch, not once a tick

@@ -126,7 +126,9 @@ def test_format_and_parse_are_inverse_on_every_mesh(devices):
         ("fsdp=5", {}, 20, None, "fsdp=5 must divide --width 192"),
         ("data=4,fsdp=2", {}, 12, None, "--global-batch 12: must be a multiple of data x fsdp = 8"),
         ("data=4", {}, 24, 4, "--micro-batch 4: must divide a device's share of --global-batch, 6"),
-        ("pipe=2", {}, 16, None, "pipe must be 1, since pipelines are not yet built"),
+        ("pipe=8", {}, 16, None, "--layers 4: must be at least the 8 parts of pipe=8 (--mesh pipe=8); nearest for 8"),
+        ("pipe=3", {"layers": 3}, 16, None, "tensor x pipe = 3 must divide the padded --vocab 1024"),
+        ("pipe=2,data=2", {}, 16, 3, "--micro-batch 3: must divide a device's share of --global-batch, 8"),
         ("context=3", {}, 16, None, "2 x context = 6 must divide --seq 64"),
         ("context=2", {"window": 8}, 16, None, "context must be 1 for a model with a window, 8"),
     ],
@@ -151,10 +153,62 @@ def test_check_refuses_what_zero_and_sequence_parallelism_cannot_divide(text, fi
     assert says in refused(config, sizes(text), call=mesh.check)
 
 
+@pytest.mark.parametrize(
+    ("text", "fields", "says"),
+    [
+        ("pipe=2", {"stages": "3,4"}, "--stages 3,4: must sum to --layers 8, not to 7"),
+        ("pipe=2", {"stages": "2,3,3"}, "--stages 2,3,3: must name the 2 parts of pipe=2"),
+        (
+            "pipe=2",
+            {"stages": "4,four"},
+            '--stages 4,four: must be "auto", or the layers of each stage, each at least 1',
+        ),
+        ("pipe=2", {"stages": "8,0"}, '--stages 8,0: must be "auto", or the layers of each stage, each at least 1'),
+        ("pipe=2", {"virtual_stages": 2}, "--virtual-stages 2: only --schedule interleaved on a mesh with pipe > 1"),
+        ("pipe=2", {"virtual_stages": 2, "schedule": "gpipe"}, "only --schedule interleaved"),
+        ("data=2", {"virtual_stages": 2, "schedule": "interleaved"}, "only --schedule interleaved on a mesh with pipe"),
+        ("pipe=2", {"schedule": "interleaved"}, "--virtual-stages 1: --schedule interleaved needs at least 2"),
+        (
+            "pipe=4",
+            {"schedule": "interleaved", "virtual_stages": 3},
+            "--layers 8: must be at least the 12 parts of pipe=4 x --virtual-stages 3 (--mesh pipe=4)",
+        ),
+        (
+            "pipe=4,data=2",
+            {"schedule": "interleaved", "virtual_stages": 2, "micro_batch": 4},
+            "--schedule interleaved: pipe=4 must divide the 2 microbatches (--mesh pipe=4,data=2)",
+        ),
+        (
+            "pipe=2,context=2",
+            {"context_attention": "ring"},
+            "--context-attention ring: not over pipe=2, since a ring's permutes wait for all devices",
+        ),
+    ],
+)
+def test_check_refuses_what_a_pipeline_cannot(text, fields, says):
+    config = RunConfig(model=dataclasses.replace(MODEL, layers=8), **{"global_batch": 16, **fields})
+    assert says in refused(config, sizes(text), call=mesh.check)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("pipe=4,data=2", {"stages": "1,2,2,3"}),
+        ("pipe=4", {"schedule": "interleaved", "virtual_stages": 2, "stages": "1,1,1,1,1,1,1,1"}),
+        ("pipe=2,context=2", {}),
+        ("pipe=8", {"schedule": "zero-bubble", "micro_batch": 16}),
+        ("data=2", {"schedule": "zero-bubble"}),
+    ],
+)
+def test_check_allows_what_a_pipeline_can(text, fields):
+    config = RunConfig(model=dataclasses.replace(MODEL, layers=8), **{"global_batch": 16, **fields})
+    assert mesh.check(config, sizes(text)) == []
+
+
 def test_the_error_names_legal_meshes_of_as_many_devices_nearest_first():
     message = refused(RUN, sizes("tensor=8"), call=mesh.check)
     texts = message.partition("nearest for 8 devices: ")[2].split(" or ")
-    assert texts == ["data=2,tensor=4", "fsdp=2,tensor=4", "context=2,tensor=4"]
+    assert texts == ["data=2,tensor=4", "pipe=2,tensor=4", "fsdp=2,tensor=4"]
     for text in texts:
         mesh.check(RUN, mesh.parse(text, 8))
 
@@ -171,10 +225,13 @@ def test_legal_meshes_are_exactly_those_that_check_allows():
         mesh.format_mesh(each) for each in mesh.legal_meshes(RunConfig(model=MODEL, global_batch=6, micro_batch=3), 4)
     ]
     # data x fsdp = 4 does not divide the batch of 6; 2 leaves 3, which one microbatch of 3 takes
-    splits = [text for text in legal if "context" not in text]
+    splits = [text for text in legal if "context" not in text and "pipe" not in text]
     assert sorted(splits) == ["data=2,tensor=2", "fsdp=2,tensor=2", "tensor=4"]
     assert "context=2,tensor=2" in legal
-    assert not any("pipe" in text for text in legal)
+    # of the two layers, two stages can have one each
+    assert [text for text in legal if "pipe" in text] == [
+        f"pipe=2,{other}=2" for other in ("tensor", "context", "fsdp", "data")
+    ]
 
 
 def test_every_legal_mesh_has_the_devices_asked_for():

@@ -49,7 +49,7 @@ def test_the_commands_are_known():
     assert verbs == [
         [".venv/bin/jaxgpt", "train"],
         [".venv/bin/pytest"],
-        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample", "explain", "check")),
+        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample", "explain", "explain", "check")),
     ]
 
 
@@ -74,7 +74,7 @@ def test_the_first_command_trains_in_a_process_of_its_own(folder, there):
 
 
 def test_the_other_commands_in_turn(folder, there, capsys):
-    train, resume, evaluate, sample, explain, check = (parts(command)[0][1:] for command in COMMANDS[2:])
+    train, resume, evaluate, sample, explain, draw, check = (parts(command)[0][1:] for command in COMMANDS[2:])
     assert main([*train, *TINY]) == 0
     assert (folder / "runs" / "mine" / "loss.png").stat().st_size > 0
     capsys.readouterr()
@@ -87,10 +87,17 @@ def test_the_other_commands_in_turn(folder, there, capsys):
     notebook()
     assert main(check + TINY + ["--data", "my_texts"]) == 0
     assert "parameter blocks.mlp.up.weight" in capsys.readouterr().out
-    in_process = [sys.executable, "-m", "jaxgpt", *explain]  # as it is: it needs no device, but JAX not yet started
+    assert "4096 devices" in told(explain)
+    assert "zero-bubble: idle for" in told(draw)
+    assert (folder / "schedule.png").stat().st_size > 0
+
+
+def told(explain: list[str]) -> str:
+    """What explain prints, as it stands: it needs no device, but JAX not yet started."""
+    in_process = [sys.executable, "-m", "jaxgpt", *explain]
     done = subprocess.run(in_process, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "4096 devices" in done.stdout
+    return done.stdout
 
 
 def notebook() -> None:
@@ -101,3 +108,21 @@ def notebook() -> None:
     exec(block, names)
     assert names["run"].model(tokens).shape == (2, 16, 256)
     assert "tensor: S(vocab)" in repr(names["run"].layouts())
+
+
+def test_experiments_say_what_they_measure():
+    """Those that the README names, beside their results; what they measure takes minutes, so they are asked alone."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"\| `(\w+)\.py` \|", text)
+    assert len(named) >= 5
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    asked = [
+        subprocess.Popen(
+            [sys.executable, f"experiments/{name}.py", "--help"], cwd=ROOT, env=env, stdout=subprocess.PIPE
+        )
+        for name in named
+    ]
+    for name, process in zip(named, asked, strict=True):
+        assert f"experiments/{name}.py".encode() in process.communicate()[0]
+        assert process.returncode == 0
+        assert (ROOT / "experiments" / "results" / f"{name}.json").is_file()

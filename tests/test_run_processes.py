@@ -81,7 +81,7 @@ def test_gpt_killed_resumes_bit_for_bit_and_on_another_mesh_to_rounding(data: Pa
         wait_for(started, killed, 3)
         started.kill()
     shutil.copytree(killed, moved)
-    for where, mesh in ((killed, "fsdp=8"), (moved, "data=2,tensor=4")):
+    for where, mesh in ((killed, "fsdp=8"), (moved, "pipe=2,tensor=4")):
         assert "resumed after step" in finish(start(where, data, **gpt, mesh=mesh))
     finish(start(straight, data, **gpt, mesh="fsdp=8"))
     assert last_arrays(killed) == last_arrays(straight)
