@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 QUIET = 0.15
 """Cores that other processes may use during a quiet step."""
@@ -98,9 +99,16 @@ class Contestant:
         return json.loads(line)
 
 
-def serve(step: Callable[[], float], about: dict[str, object]) -> None:
+def own_output() -> TextIO:
+    """This process's standard output for answers alone: what libraries print goes to standard error from here on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(step: Callable[[], float], about: dict[str, object], answers: TextIO | None = None) -> None:
     """A contestant's process: runs step, which returns the loss when it is done, for each line that comes in."""
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = answers or own_output()
     print(json.dumps(about), file=answers, flush=True)
     for _ in sys.stdin:
         cpu, began = time.process_time(), time.perf_counter()

@@ -126,6 +126,28 @@ MIXED_SPLITS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+PIPES: list[tuple[str, dict[str, Any], int]] = [
+    ("pipe=2", {}, 7),
+    ("pipe=4", {}, 30),
+    ("pipe=8", {}, 16),
+    ("pipe=2,data=2", {}, 4),
+    ("pipe=2,data=4", {"zero": 1}, 7),
+    ("pipe=4,data=2", {"zero": 2}, 8),
+    ("pipe=2,fsdp=4", {}, 4),
+    ("pipe=4,fsdp=2", {}, 9),
+    ("pipe=2,tensor=2", {}, 7),
+    ("pipe=4,tensor=2", SP, 8),
+    ("pipe=2,context=2", {}, 4),
+    ("pipe=2,context=2,tensor=2", SP, 7),
+    ("pipe=2,data=2,tensor=2", {"zero": 1}, 4),
+    ("pipe=2,data=2,fsdp=2", {"zero": 3}, 4),
+]
+"""Mesh, split and layers of pipelines; each with every schedule."""
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+COUNTS = (1, 3, 6, 12, 4)
+"""Microbatches: one, fewer and more than the stages, multiples of them and not."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One comparison."""
@@ -137,24 +159,27 @@ class Row:
     microbatches: int
     recompute: str
     split: dict[str, Any] = field(default_factory=dict)
+    layers: int = 2
+    batch: int = 32
 
     @property
     def name(self) -> str:
         """What identifies it in the result."""
         split = " ".join(f"{n}={v}" for n, v in self.split.items())
         return f"{self.mesh} [{split}] {self.family} " + " ".join(
-            f"{n}={getattr(self, n)}" for n in ("tied", "dropout", "microbatches", "recompute")
+            f"{n}={getattr(self, n)}" for n in ("tied", "dropout", "microbatches", "recompute", "layers")
         )
 
     def one_device(self) -> RunConfig:
         """The configuration without its mesh."""
-        model = dataclasses.replace(FAMILIES[self.family], tied=self.tied, dropout=self.dropout)
-        return RunConfig(model=model, global_batch=32, steps=10, warmup=2, lr=1e-2, epsilon=1e-3, clip=0.25)
+        family = FAMILIES[self.family]
+        model = dataclasses.replace(family, tied=self.tied, dropout=self.dropout, layers=self.layers)
+        return RunConfig(model=model, global_batch=self.batch, steps=10, warmup=2, lr=1e-2, epsilon=1e-3, clip=0.25)
 
     def config(self) -> RunConfig:
         """The configuration for its mesh."""
         sizes = mesh.parse(self.mesh)
-        micro = 32 // (sizes["data"] * sizes["fsdp"] * self.microbatches)
+        micro = self.batch // (sizes["data"] * sizes["fsdp"] * self.microbatches)
         return dataclasses.replace(self.one_device(), micro_batch=micro, recompute=self.recompute, **self.split)
 
 
@@ -176,17 +201,40 @@ def rows() -> Iterator[Row]:
             )
     for number, (where, split) in enumerate(MIXED_SPLITS):
         yield Row(where, "mixed", number % 2 == 0, 0.1, (1, 4)[number // 2], ("none", "selective")[number % 2], split)
+    yield from pipelines()
+
+
+def pipelines() -> Iterator[Row]:
+    """Every mesh of PIPES with every schedule; all else changes places."""
+    for number, ((where, split, layers), name) in enumerate((each, name) for each in PIPES for name in SCHEDULES):
+        sizes = mesh.parse(where)
+        stages, share = sizes["pipe"], 24 // (sizes["data"] * sizes["fsdp"])
+        chunks = 2 if name == "interleaved" else 1
+        fitting = [m for m in COUNTS if share % m == 0 and (chunks == 1 or m % stages == 0)] or [stages]
+        if share % fitting[0]:
+            continue  # interleaved over more stages than there are sequences
+        yield Row(
+            mesh=where,
+            family=("gpt", "llama")[(number + number // 4) % 2],
+            tied=number % 3 != 0,
+            dropout=0.1 * (number // 4 % 2),
+            microbatches=fitting[number % len(fitting)],
+            recompute=("none", "selective", "full")[number // 2 % 3],
+            split={**split, "schedule": name, "virtual_stages": chunks},
+            layers=max(layers, stages * chunks),
+            batch=24,
+        )
 
 
 @cache
-def batches() -> list[dict[str, np.ndarray]]:
+def batches(count: int) -> list[dict[str, np.ndarray]]:
     """Random tokens, and targets of which some are not counted."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(STEPS):
-        tokens = rng.integers(0, GPT.vocab, (32, GPT.seq + 1)).astype(np.int32)
-        targets = np.where(rng.random((32, GPT.seq)) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
-        targets[:4] = -1
+        tokens = rng.integers(0, GPT.vocab, (count, GPT.seq + 1)).astype(np.int32)
+        targets = np.where(rng.random((count, GPT.seq)) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
+        targets[: count // 8] = -1
         found.append({"inputs": tokens[:, :-1].copy(), "targets": targets})
     return found
 
@@ -194,13 +242,15 @@ def batches() -> list[dict[str, np.ndarray]]:
 @cache
 def on_one_device(config: RunConfig) -> parity.Trace:
     """What one device computes, for all rows of this configuration."""
-    return parity.trace(config, "data=1", batches())
+    return parity.trace(config, "data=1", batches(config.global_batch))
 
 
 def compared(row: Row, optimized: bool) -> dict[str, Any]:
     """The row's result."""
     began = time.monotonic()
-    found = parity.differences(on_one_device(row.one_device()), parity.trace(row.config(), row.mesh, batches()))
+    found = parity.differences(
+        on_one_device(row.one_device()), parity.trace(row.config(), row.mesh, batches(row.batch))
+    )
     worst = found[0]
     return {
         **dataclasses.asdict(row),
@@ -221,7 +271,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
     for r in results.values():
         split = ", ".join(n if v is True else f"{n} {v}" for n, v in r["split"].items())
-        model = f"{r['family']}, {'tied' if r['tied'] else 'untied'}, dropout {r['dropout']:g}"
+        model = f"{r['family']}, {r['layers']} layers, {'tied' if r['tied'] else 'untied'}, dropout {r['dropout']:g}"
         cells = (r["mesh"], split, model, r["microbatches"], r["recompute"], r["worst"], f"{r['share']:.1%}")
         lines.append(" | ".join(map(str, cells)))
     failed = [r for r in results.values() if not r["holds"]]
