@@ -4,13 +4,13 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
 from jaxgpt import flags, presets
 from jaxgpt.arguments import given, nearest, parse
-from jaxgpt.config import RunConfig
+from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.errors import UserError, require
 
 HELP = """usage: jaxgpt VERB [flags]
@@ -41,6 +41,8 @@ def configured(verb: str, kind: type[F], args: list[str]) -> tuple[RunConfig, F,
     base = presets.stored(stored) if stored and stored.is_file() else presets.preset(preset)
     chosen = parse(verb, kind, args, flags.defaults(kind, base, preset, Path(run) if run else None))
     explicit = {field.name for field in fields(flags.TrainFlags)} & set(texts) - {"preset", "run"}
+    if stored and "mesh" in explicit and chosen.mesh != base.mesh:
+        base = replace(base, **{name: value for name, value in UNCUT.items() if name not in explicit})
     config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
     return config, chosen, frozenset(explicit), Path(preset).name.removesuffix(".json")
 

@@ -259,6 +259,10 @@ class RunConfig:
         return int(first), int(last)
 
 
+UNCUT: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1, "stages": "auto"}
+"""How a pipeline is cut, where nobody says it: that is of a mesh, not of a run, so another mesh begins with this."""
+
+
 def to_json(config: RunConfig) -> str:
     """The configuration as JSON, every field named."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"

@@ -43,7 +43,7 @@ class TrainFlags:
     global_batch: int
     """Sequences a step."""
     micro_batch: int | None
-    """Sequences a device runs at once; None: all of its share, so nothing is accumulated."""
+    """Sequences a device runs at once; None: all of its share, or over pipe as few as keep the stages busy."""
     seq: int
     """Context length in tokens."""
     layers: int

@@ -134,6 +134,12 @@ def test_steps_are_those_that_were_asked_for(checked: Checked, told: Told) -> No
     assert len(told.batches) == 2
 
 
+def test_one_device_has_no_pipeline_to_cut(checked: Checked, told: Told) -> None:
+    status, lines = checked(*"--mesh pipe=2 --schedule interleaved --virtual-stages 2 --layers 6".split())
+    assert status == 0, lines
+    assert checked(*"--mesh pipe=2,data=2 --stages 1,3 --layers 4".split())[0] == 0
+
+
 def test_all_devices_are_on_data_without_a_mesh(checked: Checked, told: Told) -> None:
     assert checked()[1][-1].startswith("data=8 computes what one device does")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bigram import TINY, config, snapshot, text
 
-from jaxgpt.config import from_json
+from jaxgpt.config import RunConfig, from_json
 from jaxgpt.errors import UserError
 from jaxgpt.training import folder, run
 
@@ -120,3 +120,16 @@ def test_runs_without_a_name_are_numbered_and_never_overwritten(
     (tmp_path / "runs" / "tiny-2").mkdir(parents=True)
     names = [run.train(config(data, steps=1), None, None, "tiny").run.name for _ in range(2)]
     assert names == ["tiny-1", "tiny-3"]
+
+
+def test_another_mesh_begins_with_another_cut_of_the_pipeline(tmp_path):
+    """How a pipeline was cut is of the mesh that it was cut for."""
+    stored = RunConfig(mesh="pipe=2", schedule="interleaved", virtual_stages=2, stages="1,1,1,3")
+    moved = dataclasses.replace(stored, mesh="data=2")
+    found = folder.merge(tmp_path, moved, stored, frozenset({"mesh"}))
+    assert (found.mesh, found.schedule, found.virtual_stages, found.stages) == ("data=2", "1f1b", 1, "auto")
+    asked = dataclasses.replace(stored, mesh="pipe=3", virtual_stages=1, stages="2,2,2", schedule="gpipe")
+    given = frozenset({"mesh", "virtual_stages", "stages", "schedule"})
+    assert folder.merge(tmp_path, asked, stored, given) == asked
+    same = folder.merge(tmp_path, dataclasses.replace(stored, steps=400), stored, frozenset({"steps"}))
+    assert (same.schedule, same.virtual_stages, same.stages) == ("interleaved", 2, "1,1,1,3")

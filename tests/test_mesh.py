@@ -197,7 +197,6 @@ def test_check_refuses_what_a_pipeline_cannot(text, fields, says):
         ("pipe=4", {"schedule": "interleaved", "virtual_stages": 2, "stages": "1,1,1,1,1,1,1,1"}),
         ("pipe=2,context=2", {}),
         ("pipe=8", {"schedule": "zero-bubble", "micro_batch": 16}),
-        ("data=2", {"schedule": "zero-bubble"}),
     ],
 )
 def test_check_allows_what_a_pipeline_can(text, fields):
@@ -320,3 +319,11 @@ def test_virtual_devices_are_made_before_jax_starts_and_never_fewer_than_the_use
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=5"}
     done = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "5"]
+
+
+def test_what_does_nothing_is_said():
+    pipeline = RunConfig(schedule="gpipe")
+    assert mesh.check(pipeline, mesh.parse("data=2")) == ["--schedule gpipe: does nothing without a pipe axis"]
+    assert not mesh.check(pipeline, mesh.parse("pipe=2"))
+    split = RunConfig(layout="vocab=none")
+    assert "over pipe the vocabulary lies split" in mesh.check(split, mesh.parse("pipe=2,tensor=2"))[0]

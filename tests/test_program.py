@@ -115,13 +115,13 @@ def test_causality_through_gradients() -> None:
 
 def test_generation_is_the_same_on_every_mesh_and_beyond_the_context() -> None:
     texts = []
-    for mesh in ("data=1", "data=2,tensor=4"):
+    for mesh in ("data=1", "data=2,tensor=4", "context=2,tensor=2"):
         p = program(run_config(LLAMA), mesh)
         params = p.init()["params"]
         texts.append(
             generate(lambda t, i, p=p, w=params: p.next_logits(w, t, i), [[1, 2], [3] * 20, [4]], 16, 24, seed=5)
         )
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
     assert [len(t) for t in texts[0]] == [24] * 3
     assert max(max(t) for t in texts[0]) < LLAMA.vocab
 

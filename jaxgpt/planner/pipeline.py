@@ -34,6 +34,12 @@ class Pipeline:
         table = program.schedule
         return Pipeline(table, program.step_of.placement, check(table), plan(table))
 
+    @property
+    def idle_share(self) -> float:
+        """The schedule's, and that of shorter parts which wait for the longest."""
+        full = self.placement.layers / (len(self.placement.parts) * self.placement.longest)
+        return 1 - (1 - self.facts.idle_share()) * full
+
     def tables(self) -> list[tuple[str, Rows]]:
         """Title and rows of each table; the picture is as wide as the terminal."""
         s, p = self.schedule, self.plan
@@ -47,11 +53,9 @@ class Pipeline:
         }
         told: Rows = [
             ("layers of each part", ", ".join(map(str, self.placement.parts))),
+            ("rows held for each part", f"{self.placement.longest}, as many as the longest has layers"),
             ("microbatches", f"{s.microbatches} in {self.facts.ticks} ticks"),
-            (
-                "idle",
-                f"{self.facts.idle_share():.1%} of the time, where forward and each half of backward take as long",
-            ),
+            ("idle", f"{self.idle_share:.1%} of the time, if forward and each half of backward are as long"),
             ("held by each stage", ", ".join(map(str, self.facts.held))),
             ("places of the rings", ", ".join(f"{name} {n}" for name, n in rings.items() if n)),
         ]
@@ -64,7 +68,7 @@ class Pipeline:
             "parts": self.placement.parts,
             "microbatches": self.schedule.microbatches,
             "ticks": self.facts.ticks,
-            "idle_share": self.facts.idle_share(),
+            "idle_share": self.idle_share,
             "held": self.facts.held,
             "messages": self.facts.messages,
             "residual_places": self.plan.residuals,

@@ -123,6 +123,20 @@ def check(config: RunConfig, sizes: Sizes) -> list[str]:
     if complaint is not None:
         devices = math.prod(sizes.values())
         raise UserError(f"{complaint}; {_listed(sizes, legal_meshes(config, devices), devices)}")
+    return [*_without_effect(config, sizes), *_copied_heads(config, sizes)]
+
+
+def _without_effect(config: RunConfig, sizes: Sizes) -> list[str]:
+    """What was asked for and does nothing on this mesh."""
+    notes = []
+    if config.schedule != "1f1b" and sizes["pipe"] == 1:
+        notes.append(f"--schedule {config.schedule}: does nothing without a pipe axis")
+    if "vocab=none" in config.layout.replace(" ", "") and sizes["pipe"] > 1:
+        notes.append("--layout vocab=none: over pipe the vocabulary lies split all the same")
+    return notes
+
+
+def _copied_heads(config: RunConfig, sizes: Sizes) -> list[str]:
     tensor, model = sizes["tensor"], config.model
     if tensor <= model.kv or not rows(config, sizes).activations["heads"]:
         return []
@@ -174,15 +188,16 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
 def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator[str]:
     """What layers, virtual stages and microbatches do not allow."""
     stages, chunks = sizes["pipe"], config.virtual_stages
+    interleaved = config.schedule == "interleaved"
+    if chunks > 1 and not (interleaved and stages > 1):
+        fix = "give --virtual-stages 1, or --schedule interleaved and a pipe axis"
+        yield f"--virtual-stages {chunks}: only --schedule interleaved on a mesh with pipe > 1 has them; {fix}"
+    if interleaved and chunks == 1 and stages > 1:
+        yield "--virtual-stages 1: --schedule interleaved needs at least 2; give --virtual-stages 2"
     try:
         place(config.model.layers, stages, chunks, config.stages)
     except UserError as error:
         yield f"{error} ({mesh})"
-    interleaved = config.schedule == "interleaved"
-    if chunks > 1 and not (interleaved and stages > 1):
-        yield f"--virtual-stages {chunks}: only --schedule interleaved on a mesh with pipe > 1 has them; leave it at 1"
-    if interleaved and chunks == 1 and stages > 1:
-        yield "--virtual-stages 1: --schedule interleaved needs at least 2"
     shares = sizes["data"] * sizes["fsdp"]
     if config.global_batch % shares:
         return

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxgpt.config import RunConfig
+from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import open_dataset, training_batch
 from jaxgpt.errors import UserError
 from jaxgpt.model.parameters import parameter_count, parameters
@@ -81,7 +81,8 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
 
 def _plain(config: RunConfig) -> RunConfig:
     """The configuration without what only a mesh or a want of memory asks for."""
-    return dataclasses.replace(config, zero=0, sequence_parallel=False, layout="", recompute="none", micro_batch=None)
+    plain = dataclasses.replace(config, zero=0, sequence_parallel=False, layout="", recompute="none", micro_batch=None)
+    return dataclasses.replace(plain, **UNCUT)
 
 
 # What is compared

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jaxgpt.config import RunConfig, differences, from_json, to_json
+from jaxgpt.config import UNCUT, RunConfig, differences, from_json, to_json
 from jaxgpt.data import Dataset
 from jaxgpt.data.sources import STDLIB
 from jaxgpt.data.tokenizer import NAMES
@@ -132,7 +132,11 @@ def merge(run: Path, config: RunConfig, stored: RunConfig, explicit: frozenset[s
     if wanted.model.vocab == asked_vocabulary(run, stored, stored):
         wanted = dataclasses.replace(wanted, model=dataclasses.replace(wanted.model, vocab=stored.model.vocab))
     given = CHANGEABLE if explicit is None else CHANGEABLE & explicit
-    wanted = dataclasses.replace(wanted, **{name: getattr(stored, name) for name in CHANGEABLE - given})
+    moved = "mesh" in given and wanted.mesh != stored.mesh
+    left = {name: getattr(stored, name) for name in CHANGEABLE - given}
+    if moved:
+        left |= {name: value for name, value in UNCUT.items() if name not in given}
+    wanted = dataclasses.replace(wanted, **left)
     refused = differences(wanted, stored, CHANGEABLE | NAMES_OF_DATA)
     if wanted.steps < stored.steps:
         refused.append(f"steps: {wanted.steps}, {stored.steps} (a run can only be made longer)")

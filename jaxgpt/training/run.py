@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxgpt.config import RunConfig
+from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import Dataset, Tokenizer, cache_folder, load_tokenizer, open_dataset, open_text
 from jaxgpt.errors import UserError
 from jaxgpt.inference.generate import generate
@@ -114,9 +114,7 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
 
 def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     """The parameters of a run's last whole checkpoint on any mesh. Raises UserError where there is none."""
-    # how a pipeline was cut is of its mesh, not of the run
-    stored = folder.stored_config(run)
-    config = dataclasses.replace(stored, mesh=mesh_text, schedule="1f1b", virtual_stages=1, stages="auto")
+    config = dataclasses.replace(folder.stored_config(run), mesh=mesh_text, **UNCUT)
     devices, sizes = _devices(config, console, training=False)
     # As many sequences at once on a device as in training, where that is known, and as divide over the devices.
     shares = sizes["data"] * sizes["fsdp"]

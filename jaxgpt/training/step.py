@@ -208,7 +208,11 @@ class Step:
         else:  # a row's last token is on one of the devices that share its sequence
             here = positions(tokens.shape[1]) == last[:, None]
             h = lax.psum(jnp.sum(jnp.where(here[..., None], h, 0), 1), "context")
-        return head_logits(h[:, None], table, self.model.vocab)[:, 0]
+        logits = head_logits(h[:, None], table, self.model.vocab)[:, 0]
+        if sequence_axis() is None:
+            return logits
+        # the same on all of them, and so typed by taking them from one
+        return lax.psum(jnp.where(lax.axis_index("context") == 0, logits, 0), "context")
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
