@@ -209,7 +209,8 @@ def main() -> None:
     if given.steps < 2:
         sys.exit(f"--steps {given.steps}: quartiles need at least 2")
     check_torch(given.torch_python)
-    called = shlex.join(["python", *sys.argv[:1], Path(given.text).name, *sys.argv[2:]])
+    names = {given.text: Path(given.text).name, given.torch_python: "torch-env/bin/python"}  # not this machine's paths
+    called = shlex.join(["python", *(names.get(word, word) for word in sys.argv)])
     print(f"{called}\n{machine()}")
     results = []
     for vocab in vocabularies:
