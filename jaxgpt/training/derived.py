@@ -7,6 +7,7 @@ from collections import Counter
 from jaxgpt.config import RunConfig
 from jaxgpt.data import Dataset
 from jaxgpt.model.parameters import parameters
+from jaxgpt.planner.pipeline import Pipeline
 from jaxgpt.sharding.mesh import crossing_axes, format_mesh
 from jaxgpt.sharding.sbp import S, sbp
 from jaxgpt.training import overridden, throughput
@@ -23,6 +24,7 @@ def tables(config: RunConfig, program: Program, dataset: Dataset) -> list[Table]
         ("data", _data(config, dataset)),
         ("parameters", _parameters(config)),
         ("a step", _step(config, program, dataset)),
+        *([] if (pipeline := Pipeline.of(program)) is None else pipeline.tables()),
         ("mesh", _mesh(program)),
         ("layouts: S(dimension) where an axis splits it, B (a whole copy) on all other axes", layout_rows(program)),
         *changed,
