@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from jaxgpt import flags, presets
 from jaxgpt.arguments import given, nearest, parse
-from jaxgpt.config import UNCUT, RunConfig
+from jaxgpt.config import RunConfig, uncut
 from jaxgpt.errors import UserError, require
 
 HELP = """usage: jaxgpt VERB [flags]
@@ -42,7 +42,7 @@ def configured(verb: str, kind: type[F], args: list[str]) -> tuple[RunConfig, F,
     chosen = parse(verb, kind, args, flags.defaults(kind, base, preset, Path(run) if run else None))
     explicit = {field.name for field in fields(flags.TrainFlags)} & set(texts) - {"preset", "run"}
     if stored and "mesh" in explicit and chosen.mesh != base.mesh:
-        base = replace(base, **{name: value for name, value in UNCUT.items() if name not in explicit})
+        base = replace(base, **uncut(explicit))
     config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
     return config, chosen, frozenset(explicit), Path(preset).name.removesuffix(".json")
 

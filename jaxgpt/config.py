@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -186,7 +186,7 @@ class RunConfig:
     global_batch: int = 16
     """Sequences a step."""
     micro_batch: int | None = None
-    """Sequences a device runs at once; None: all of its share, so nothing is accumulated."""
+    """Sequences a device runs at once; None: all of its share, or over pipe as few as keep the stages busy."""
     lr: float = 1e-3
     min_lr: float = 1e-4
     """Learning rate at the end."""
@@ -261,6 +261,11 @@ class RunConfig:
 
 UNCUT: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1, "stages": "auto"}
 """How a pipeline is cut, where nobody says it: that is of a mesh, not of a run, so another mesh begins with this."""
+
+
+def uncut(given: Collection[str]) -> dict[str, Any]:
+    """UNCUT, without the fields that were given."""
+    return {name: value for name, value in UNCUT.items() if name not in given}
 
 
 def to_json(config: RunConfig) -> str:

@@ -265,24 +265,23 @@ def lookups_gradient_from_another_stage(patch: Patch) -> None:
     patch.setattr(microbatch, "from_stage", lambda placement, number, x: real(placement, number or 1, x))
 
 
-def residuals_of_another_microbatch(patch: Patch) -> None:
+def read_from_another_place(patch: Patch, ring: str) -> None:
+    """What the plan says of one ring, read from the place after it."""
     real = loop.plan
 
     def plan(schedule: Any) -> Any:
         found = real(schedule)
-        return dataclasses.replace(found, residual=(found.residual + 1) % found.residuals)
+        return dataclasses.replace(found, **{ring: (getattr(found, ring) + 1) % getattr(found, f"{ring}s")})
 
     patch.setattr(loop, "plan", plan)
+
+
+def residuals_of_another_microbatch(patch: Patch) -> None:
+    read_from_another_place(patch, "residual")
 
 
 def weights_part_of_another_microbatch(patch: Patch) -> None:
-    real = loop.plan
-
-    def plan(schedule: Any) -> Any:
-        found = real(schedule)
-        return dataclasses.replace(found, split=(found.split + 1) % found.splits)
-
-    patch.setattr(loop, "plan", plan)
+    read_from_another_place(patch, "split")
 
 
 G, BLOCKS, NORM = "gradient of ", "gradient of blocks.", "gradient norm"

@@ -31,7 +31,6 @@ from jaxgpt.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHTS, Schedule
 from jaxgpt.sharding.jaxprs import share
 from jaxgpt.sharding.named import varying, zeros
 
-Condition = jax.Array | bool
 T = TypeVar("T")
 
 

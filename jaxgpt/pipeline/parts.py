@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgpt.pipeline.operations import Number
 from jaxgpt.pipeline.placement import Placement
 from jaxgpt.sharding.named import nested, varying
 
 Arrays = dict[str, jax.Array]
-Number = jax.Array | int
 PIPE = "pipe"
 STREAM = "batch seq embed"
 
@@ -38,11 +38,14 @@ def with_rows(placement: Placement, chunk: Number, whole: jax.Array, rows: jax.A
     return rows if placement.chunks == 1 else lax.dynamic_update_slice_in_dim(whole, rows, chunk * placement.longest, 0)
 
 
+def only(placement: Placement, stage: int, x: jax.Array) -> jax.Array:
+    """x as one stage has it, zero on the others."""
+    return x if placement.stages == 1 else jnp.where(here(placement.stages) == stage, x, jnp.zeros_like(x))
+
+
 def from_stage(placement: Placement, stage: int, x: jax.Array) -> jax.Array:
     """x as one stage has it, on all stages, and typed as the same on all: one all-reduce over `pipe`."""
-    if placement.stages == 1:
-        return x
-    return lax.psum(jnp.where(here(placement.stages) == stage, x, jnp.zeros_like(x)), PIPE)
+    return x if placement.stages == 1 else lax.psum(only(placement, stage, x), PIPE)
 
 
 def sent(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jaxgpt.config import UNCUT, RunConfig, differences, from_json, to_json
+from jaxgpt.config import RunConfig, differences, from_json, to_json, uncut
 from jaxgpt.data import Dataset
 from jaxgpt.data.sources import STDLIB
 from jaxgpt.data.tokenizer import NAMES
@@ -135,7 +135,7 @@ def merge(run: Path, config: RunConfig, stored: RunConfig, explicit: frozenset[s
     moved = "mesh" in given and wanted.mesh != stored.mesh
     left = {name: getattr(stored, name) for name in CHANGEABLE - given}
     if moved:
-        left |= {name: value for name, value in UNCUT.items() if name not in given}
+        left |= uncut(given)
     wanted = dataclasses.replace(wanted, **left)
     refused = differences(wanted, stored, CHANGEABLE | NAMES_OF_DATA)
     if wanted.steps < stored.steps:

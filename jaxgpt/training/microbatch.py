@@ -11,7 +11,8 @@ from jax import lax
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.gpt import Context, context, embed, final_norm
 from jaxgpt.model.vocabulary import add_lookup_gradient, lookup, loss_and_gradients
-from jaxgpt.pipeline.parts import from_stage, here, layers_of, rows_of, with_rows
+from jaxgpt.pipeline.operations import Number
+from jaxgpt.pipeline.parts import from_stage, layers_of, only, rows_of, with_rows
 from jaxgpt.pipeline.placement import Placement
 from jaxgpt.pipeline.stage import Kept, Stage
 from jaxgpt.sharding.collectives import scatter_sum
@@ -19,7 +20,6 @@ from jaxgpt.sharding.named import varying
 from jaxgpt.sharding.ring import positions
 
 Arrays = dict[str, jax.Array]
-Number = jax.Array | int
 BLOCKS = "blocks."
 TOKEN, HEAD = "embedding.token.weight", "head.weight"
 
@@ -52,8 +52,7 @@ class Microbatch(NamedTuple):
 
     def only(self, number: int, x: jax.Array) -> jax.Array:
         """x as that stage has it, zero on the others: what is to be counted once."""
-        stages = self.placement.stages
-        return x if stages == 1 else jnp.where(here(stages) == number, x, jnp.zeros_like(x))
+        return only(self.placement, number, x)
 
     def _everywhere(self, number: int, x: jax.Array) -> jax.Array:
         # the barrier keeps XLA from gathering over tensor first, and then summing what is larger
