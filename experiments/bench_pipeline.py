@@ -24,8 +24,8 @@ STAGES = 2
 ONE, PIPELINE = "one core", "pipeline"
 ALLOWED = 1.2
 """Times the ideal, at 16 microbatches."""
-SHAPE = {"layers": 8, "width": 256, "heads": 4, "seq": 128, "vocab": 256}
-MICRO_BATCH = 4
+SHAPE = {"layers": 12, "width": 384, "heads": 6, "seq": 256, "vocab": 256}
+MICRO_BATCH = 2
 
 
 def run(given: argparse.Namespace) -> None:

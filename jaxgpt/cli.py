@@ -64,7 +64,10 @@ def explain(args: list[str]) -> int:
 
     from jaxgpt import explain as explaining
 
-    require(chosen.picture is None or not chosen.picture.exists(), "--picture", chosen.picture, "is there already")
+    if chosen.picture is not None:
+        require(chosen.picture.suffix == ".png", "--picture", chosen.picture, "must end in .png")
+        require(not chosen.picture.exists(), "--picture", chosen.picture, "is there already", "give another name")
+        require(chosen.picture.parent.is_dir(), "--picture", chosen.picture, "must be in a folder that is there")
     found = explaining.explain(config, chosen.compiled)
     if chosen.picture is not None:
         if found.pipeline is None:

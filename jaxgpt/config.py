@@ -22,6 +22,14 @@ def padded_vocabulary(vocab: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
+def dividing(vocab: int, parts: int) -> int:
+    """The smallest vocabulary of at least as many entries whose padded size so many parts divide."""
+    padded = padded_vocabulary(vocab)
+    while padded % parts:
+        padded = padded_vocabulary(padded + 1)
+    return padded
+
+
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
@@ -244,6 +252,9 @@ class RunConfig:
             require(0 < value < math.inf, _flag(flag), value, "must be above 0 and finite")
         for flag in ("beta1", "beta2"):
             require(0 <= getattr(self, flag) < 1, _flag(flag), getattr(self, flag), "must be at least 0 and below 1")
+        falls = self.lr_schedule != "constant"
+        allowed = f"must be at most --lr {self.lr}, from which the learning rate falls to it"
+        require(not falls or self.min_lr <= self.lr, "--min-lr", self.min_lr, allowed, "or give --lr-schedule constant")
         require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")
         require(0 < self.decay <= 1, "--decay", self.decay, "must be above 0 and at most 1")
         require(self.seed < 2**32, "--seed", self.seed, "must be below 2**32")

@@ -63,7 +63,7 @@ class TrainFlags:
     lr: float
     """Learning rate after warm-up."""
     min_lr: float
-    """Learning rate at the end."""
+    """Learning rate at the end; it keeps its share of --lr where only that is given."""
     warmup: int
     """Steps of linear warm-up."""
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"]
@@ -167,7 +167,8 @@ def override(base: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """`base` with the fields in `given`, any of RunConfig's or ModelConfig's.
 
     What a field implies follows it: --width or --heads the head width, --width the feed-forward width (both by
-    ModelConfig's rules), --heads the key-value heads (as many queries to each as before). Raises UserError.
+    ModelConfig's rules), --heads the key-value heads (as many queries to each as before), --lr the rate at the end (the
+    same share of it as before). Raises UserError.
     """
     of_model, of_run = ({f.name for f in dataclasses.fields(kind)} for kind in (ModelConfig, RunConfig))
     for name in given.keys() - of_model - of_run:
@@ -180,6 +181,8 @@ def override(base: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     if "heads" in model and "kv_heads" not in model and base.model.kv_heads is not None:
         model["kv_heads"] = _kv_heads(base.model, model["heads"])
     top = {name: value for name, value in given.items() if name in of_run}
+    if top.get("lr", base.lr) != base.lr:
+        top.setdefault("min_lr", base.min_lr * top["lr"] / base.lr)
     return dataclasses.replace(base, **{"model": dataclasses.replace(base.model, **model), **top})
 
 

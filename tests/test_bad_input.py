@@ -73,6 +73,9 @@ def refused(texts, cache, tmp_path, capsys):
         ),
         ("--mesh data=8 --global-batch 12", "--global-batch 12: must be a multiple of data x fsdp = 8"),
         ("--mesh data=2 --micro-batch 3", "--micro-batch 3: must divide a device's share of --global-batch, 4"),
+        ("--mesh data=2;tensor=2", "the size of data, '2;tensor=2', must be a positive whole number"),
+        ("--min-lr 0.1", "--min-lr 0.1: must be at most --lr"),
+        ("--layout layers=none", "--layout layers=none: 'layers' cannot be changed by hand"),
         ("--data {}/none.txt", "none.txt"),
         ("--data {}/empty.txt", "empty.txt"),
         ("--data {}/nothing", "nothing"),
@@ -84,6 +87,12 @@ def refused(texts, cache, tmp_path, capsys):
 )
 def test_refused_before_anything_is_begun(refused, texts, flags, says):
     assert says in refused(*flags.format(texts).split())
+
+
+def test_meshes_are_named_where_another_mesh_is_the_cure_and_only_there(refused):
+    assert "nearest for 8 devices" in refused("--mesh", "data=8", "--global-batch", "12")
+    assert "nearest" not in refused("--mesh", "data=2", "--micro-batch", "3")
+    assert "nearest" not in refused("--mesh", "pipe=2", "--layers", "4", "--virtual-stages", "2")
 
 
 def test_a_damaged_token_store_is_named(refused, texts, cache, tmp_path):

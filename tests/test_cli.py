@@ -88,6 +88,13 @@ def test_flags_stand_on_top_of_a_preset(runs):
     assert explicit == {"data", "mesh", "min_lr"}
 
 
+def test_the_rate_at_the_end_follows_the_rate():
+    base = presets.preset("demo")
+    assert flags.override(base, {"lr": base.lr / 100}).min_lr == pytest.approx(base.min_lr / 100)
+    assert flags.override(base, {"lr": base.lr / 100, "min_lr": 1e-6}).min_lr == 1e-6
+    assert flags.override(base, {"lr": base.lr}).min_lr == base.min_lr
+
+
 def test_a_flag_that_repeats_the_default_is_explicit_all_the_same(runs):
     config, _, explicit = trained(runs, "--steps", str(presets.DEMO.steps), "--micro-batch", "None")
     assert config == presets.DEMO

@@ -5,7 +5,16 @@ import json
 
 import pytest
 
-from jaxgpt.config import ModelConfig, RopeScaling, RunConfig, differences, from_json, padded_vocabulary, to_json
+from jaxgpt.config import (
+    ModelConfig,
+    RopeScaling,
+    RunConfig,
+    differences,
+    dividing,
+    from_json,
+    padded_vocabulary,
+    to_json,
+)
 from jaxgpt.errors import UserError
 from jaxgpt.presets import PRESETS
 
@@ -57,6 +66,7 @@ def test_rotation_needs_two_dimensions():
         ("micro_batch", 0),
         ("lr", 0.0),
         ("min_lr", -1e-4),
+        ("min_lr", 2e-3),
         ("warmup", -1),
         ("beta1", 1.0),
         ("beta2", -0.1),
@@ -78,6 +88,17 @@ def test_a_run_refuses_and_names_the_flag_and_the_value(field, value):
     with pytest.raises(UserError) as caught:
         RunConfig(**{field: value})
     assert str(caught.value).startswith(f"--{field.replace('_', '-')} {value}: must be ")
+
+
+def test_a_constant_rate_falls_to_nothing_so_min_lr_may_be_anything():
+    assert RunConfig(lr=1e-3, min_lr=1e-2, lr_schedule="constant").min_lr == 1e-2
+
+
+@pytest.mark.parametrize(("vocab", "parts"), [(1000, 3), (50257, 3), (50257, 2), (8192, 7), (100, 48)])
+def test_the_smallest_vocabulary_that_so_many_parts_divide(vocab, parts):
+    found = dividing(vocab, parts)
+    smaller = [each for each in range(vocab, found - 512) if padded_vocabulary(each) % parts == 0]
+    assert padded_vocabulary(found) % parts == 0 and found >= vocab and not smaller
 
 
 def test_what_is_not_said_follows():

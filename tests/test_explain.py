@@ -164,6 +164,14 @@ def test_a_mesh_that_cannot_be_is_refused(mesh: str, says: str):
         explain(run_config(GPT, mesh=mesh))
 
 
+def test_a_picture_that_cannot_be_is_refused_before_anything_is_traced(tmp_path, capsys):
+    (tmp_path / "there.png").touch()
+    for name, says in [("a.jpg", "must end in .png"), ("there.png", "is there already"), ("no/a.png", "in a folder")]:
+        assert main(["explain", "--mesh", "pipe=2", "--picture", str(tmp_path / name)]) == 2
+        assert f"--picture {tmp_path / name}: " in (err := capsys.readouterr().err) and says in err
+    assert [path.name for path in tmp_path.iterdir()] == ["there.png"]
+
+
 def test_where_nothing_compiles_for_gpus_the_packages_are_named(monkeypatch, capsys):
     """The attention kernel is not put in another's place."""
     lacking = ["jax-cuda12-pjrt==0.0", "nvidia-cudnn-cu12"]

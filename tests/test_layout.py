@@ -67,7 +67,11 @@ def test_fewer_key_value_heads_than_tensor_lie_whole_and_are_computed_once_a_dev
     ("text", "says"),
     [
         ("mlp", "'mlp' is not dimension=axes"),
-        ("width=tensor", "'width=tensor' is not dimension=axes; dimensions are vocab, heads, mlp, seq, embed"),
+        ("width=tensor", "'width' is not a dimension; those that can be changed are vocab, heads, mlp, seq, embed"),
+        (
+            "layers=none",
+            "'layers' cannot be changed by hand; those that can be changed are vocab, heads, mlp, seq, embed",
+        ),
         ("mlp=none,mlp=tensor", "mlp is given twice"),
         ("mlp=tensors", "'tensors' is not a mesh axis"),
         ("mlp=tensor+tensor", "mlp cannot lie twice on one axis"),

@@ -138,7 +138,7 @@ def test_a_planted_collective_is_one_line_more(monkeypatch):
     assert {key for key in after if after[key] != before.get(key)} == {("all-reduce", ("data",))}
     (extra,) = [each for each in planted if each.kind == "all-reduce" and each.times > 1]
     assert (extra.axes, extra.result, extra.times) == (("data",), 4 * MATRICES["in"], 3 * MICROBATCHES)
-    assert (extra.source.file, extra.source.function) == ("pipeline/stage.py", "Stage._added")
+    assert (extra.source.file, extra.source.function) == ("pipeline/stage.py", "Stage._summed")
 
 
 # The rules, one by one

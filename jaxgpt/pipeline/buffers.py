@@ -5,9 +5,8 @@ a ring is written or read in each slot. A value has its place from the slot that
 hand the place on to a write of its own slot: writes come after reads. Places are given in order of time, the lowest
 free one each time, so a ring is as long as the most values alive at a time.
 
-A write that means nothing (an idle stage's, or what an exchange brings to a stage to which nothing was sent) has a
-place as well, so that the loop may write without asking: any that is free. Where at some time none is, the ring has one
-place more, at its end. No value lies there, so a loop that leaves out such writes may leave it out.
+What an exchange brings to a stage to which nothing was sent has a place as well, so that the loop may write it without
+asking: any that is free. Where at some time none is, the inbox has one place more, at its end. No value lies there.
 """
 
 from dataclasses import dataclass
@@ -28,15 +27,10 @@ class Plan:
 
     residual: Int[np.ndarray, "ticks slots stages"]
     """Where FORWARD writes what its backward needs, and where BACKWARD, INPUT and WEIGHTS of the same microbatch and
-    chunk read it. Where a stage is idle, as residual_put."""
-    residual_put: Int[np.ndarray, "ticks slots stages"]
-    """Where every stage may write in a slot that may hold FORWARD: residual in a FORWARD, else a free place. It may be
-    the place that BACKWARD or WEIGHTS has just read for the last time; INPUT's is still needed."""
+    chunk read it."""
     residuals: int
     split: Int[np.ndarray, "ticks slots stages"]
-    """Where INPUT writes what WEIGHTS needs beside the residuals, and where WEIGHTS reads it. Else as split_put."""
-    split_put: Int[np.ndarray, "ticks slots stages"]
-    """Where every stage may write in a slot that may hold INPUT: split in an INPUT, else a free place."""
+    """Where INPUT writes what WEIGHTS needs beside the residuals, and where WEIGHTS reads it."""
     splits: int
     """0 where the schedule splits no backward."""
     take: Int[np.ndarray, "ticks slots stages"]
@@ -69,10 +63,10 @@ def plan(schedule: Schedule) -> Plan:
     stage = np.broadcast_to(np.arange(schedule.parts)[:, None] % schedule.stages, forward.shape)
     readers = [schedule.when(each) for each in (BACKWARD, INPUT, WEIGHTS)]
 
-    residual_put, residuals = _ring(_until(schedule, FORWARD, (forward, stage), ends))
-    residual = _reads(residual_put.copy(), residual_put, forward, readers, stage)
-    split_put, splits = _ring(_until(schedule, INPUT, (inputs, stage), weights))
-    split = _reads(split_put.copy(), split_put, inputs, [weights], stage)
+    residual, residuals = _ring(_until(shape, forward, stage, ends))
+    residual = _reads(residual, residual.copy(), forward, readers, stage)
+    split, splits = _ring(_until(shape, inputs, stage, weights))
+    split = _reads(split, split.copy(), inputs, [weights], stage)
 
     sent_forward, sent_backward = forward[:-1] // shape[1], begins[1:] // shape[1]  # ticks
     to_next, to_previous = stage[1:], stage[:-1]
@@ -82,16 +76,12 @@ def plan(schedule: Schedule) -> Plan:
     _reads(take, put_forward, sent_forward, [forward[1:]], to_next)
     _reads(take, put_backward, sent_backward, [begins[:-1]], to_previous)
 
-    until = np.full((len(residual), schedule.stages), -1)
-    until[forward[-1], -1] = begins[-1]
-    head_put, heads = _ring(until)
+    head_put, heads = _ring(_until(shape, forward[-1:], stage[-1:], begins[-1:]))
     head_take = _reads(np.zeros_like(residual), head_put, forward[-1:], [begins[-1:]], stage[-1:])
     return Plan(
         residual=residual.reshape(shape),
-        residual_put=residual_put.reshape(shape),
         residuals=residuals,
         split=split.reshape(shape),
-        split_put=split_put.reshape(shape),
         splits=splits,
         take=take.reshape(shape),
         put_forward=put_forward,
@@ -108,20 +98,17 @@ def plan(schedule: Schedule) -> Plan:
 
 
 def _until(
-    schedule: Schedule, operation: int, written: tuple[Places, Places], last_read: Places
+    shape: tuple[int, ...], written: Places, stage: Places, last_read: Places
 ) -> Int[np.ndarray, "times stages"]:
-    """When what each stage writes in each slot is read for the last time: at once where it means nothing, -1 where the
-    slot may not hold the operation and so writes nothing. All of it meaningless where the table never runs it."""
-    ticks, slots, stages = schedule.operation.shape
-    may = [operation in allowed and bool((schedule.operation == operation).any()) for allowed in schedule.slots]
-    until = np.where(np.tile(may, ticks), np.arange(ticks * slots), -1)[:, None].repeat(stages, axis=1)
-    there = written[0] >= 0
-    until[written[0][there], written[1][there]] = last_read[there]
+    """When what each stage writes in each slot is read for the last time; -1 where it writes nothing."""
+    until = np.full((shape[0] * shape[1], shape[2]), -1)
+    there = written >= 0
+    until[written[there], stage[there]] = last_read[there]
     return until
 
 
 def _arrivals(shape: tuple[int, ...], sent: Places, to: Places, read: Places) -> Int[np.ndarray, "ticks stages"]:
-    """As _until, in ticks, of what comes to each stage at the end of each tick."""
+    """As _until, in ticks, of what comes to each stage at the end of each tick: read at once where it means nothing."""
     until = np.arange(shape[0])[:, None].repeat(shape[2], axis=1)
     until[sent, to] = read
     return until

@@ -28,6 +28,7 @@ from jaxgpt.pipeline.buffers import Plan, plan
 from jaxgpt.pipeline.operations import Batch, Number, Operations, Weights
 from jaxgpt.pipeline.parts import here, sent
 from jaxgpt.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHTS, Schedule
+from jaxgpt.pipeline.stage import Place
 from jaxgpt.sharding.jaxprs import share
 from jaxgpt.sharding.named import varying, zeros
 
@@ -96,9 +97,7 @@ class _Loop(NamedTuple):
             "microbatch": s.microbatch,
             "chunk": s.chunk,
             "residual": p.residual,
-            "residual_put": p.residual_put,
             "split": p.split,
-            "split_put": p.split_put,
             "take": p.take,
             "put_forward": p.put_forward,
             "put_backward": p.put_backward,
@@ -123,7 +122,8 @@ class _Loop(NamedTuple):
             ends = self.ops.ends()
             x = self.ops.start(ends, self.ops.lookup(ends, any_one), any_one)
             y, kept = self.ops.forward(0, x, any_one)
-            return x, kept, self.ops.to_input(0, kept, y, any_one)[1] if plan.splits else ()
+            place = Place(jax.tree.map(lambda a: lax.expand_dims(a, (0,)), kept), jnp.int32(0))
+            return x, kept, self.ops.to_input(0, place, y, any_one)[1] if plan.splits else ()
 
         def ring(places: int, like: Any) -> Any:
             return jax.tree.map(lambda a: self.empty(a, places), like)
@@ -168,29 +168,25 @@ class _Loop(NamedTuple):
         mine = {n: lax.dynamic_index_in_dim(a, stage, -1, keepdims=False) for n, a in row.items() if n not in MEETINGS}
         ends = self.ops.ends()
         dends: Weights = {}
+        # a stage runs one operation in a slot, so it may read what another's branch would have written in it
         for slot, allowed in enumerate(self.schedule.slots):
             here_now = {n: a[slot] for n, a in mine.items() if n not in ARRIVALS}
             at = _Slot(slot, here_now, {n: row[n][slot] for n in MEETINGS})
-            after = waiting  # a slot's operations read what was there before it: a place may be handed on within a slot
             if FORWARD in allowed:
-                y, kept = self.forward(at, ends, waiting)
-                more, dy, dends = self.head(at, ends, y, waiting)
+                y, waiting = self.forward(at, ends, waiting)
+                more, dends, waiting = self.head(at, ends, y, waiting)
                 loss = loss + more
-                residuals = _put(waiting.residuals, kept, at.mine["residual_put"])
-                after = after._replace(residuals=residuals, heads=_put(waiting.heads, dy, at.meeting["head_put"]))
             if BACKWARD in allowed:
                 gradients, dx = self.backward(at, gradients, waiting)
             if INPUT in allowed:
-                dx, between = self.to_input(at, waiting)
-                after = after._replace(splits=_put(waiting.splits, between, at.mine["split_put"]))
+                dx, waiting = self.to_input(at, waiting)
             if {BACKWARD, INPUT} & allowed:
                 dends = self.finish(at, ends, dx, dends)
             if WEIGHTS in allowed:
                 gradients = self.to_weights(at, gradients, waiting)
-            waiting = after
         return (loss, self.ops.add(gradients, dends), self.exchange(mine, y, dx, waiting)), None
 
-    def forward(self, at: "_Slot", ends: Weights, waiting: Waiting) -> tuple[jax.Array, Any]:
+    def forward(self, at: "_Slot", ends: Weights, waiting: Waiting) -> tuple[jax.Array, Waiting]:
         """This stage's forward, if it has one in the slot; before it, the lookup for the first part."""
         first, one = at.meeting["first_forward"], self.one(at.mine["microbatch"])
         looked_up = self.when(
@@ -202,20 +198,29 @@ class _Loop(NamedTuple):
             is_first = self.part(at) == 0
             start = partial(self.ops.start, ends, looked_up, one)
             x = lax.cond(is_first, lambda: self._varying(start()), lambda: self._varying(x))
-            return self.ops.forward(at.mine["chunk"], x, one)
+            y, place = self.ops.forward(at.mine["chunk"], x, one, Place(waiting.residuals, at.mine["residual"]))
+            return y, place.ring
 
-        return self.when(at.mine["operation"] == FORWARD, self.turns(FORWARD, at), run, None)
+        def otherwise() -> tuple[jax.Array, Any]:
+            return self.empty(jax.eval_shape(run)[0]), waiting.residuals
 
-    def head(self, at: "_Slot", ends: Weights, y: jax.Array, waiting: Waiting) -> tuple[jax.Array, jax.Array, Weights]:
+        y, residuals = self.when(at.mine["operation"] == FORWARD, self.turns(FORWARD, at), run, otherwise)
+        return y, waiting._replace(residuals=residuals)
+
+    def head(self, at: "_Slot", ends: Weights, y: jax.Array, waiting: Waiting) -> tuple[jax.Array, Weights, Waiting]:
         """The meeting for the microbatch whose last part has just run forward, if there is one."""
         done = at.meeting["head"]
 
-        def run() -> tuple[jax.Array, jax.Array, Weights]:
-            return self.ops.head(ends, y, self.one(done))
+        def run() -> tuple[jax.Array, Weights, jax.Array]:
+            more, dy, dends = self.ops.head(ends, y, self.one(done))
+            return more, dends, _put(waiting.heads, dy, at.meeting["head_put"])
 
-        more, dy, dends = self.when(done >= 0, self.meetings("head", at), run, None)
-        # another microbatch's gradient may wait in the place that a slot without a meeting names
-        return more, jnp.where(done >= 0, dy, _taken(waiting.heads, at.meeting["head_put"])), dends
+        def otherwise() -> tuple[jax.Array, Weights, jax.Array]:
+            more, dends, _ = jax.eval_shape(run)
+            return self.empty(more), jax.tree.map(self.empty, dends), waiting.heads
+
+        more, dends, heads = self.when(done >= 0, self.meetings("head", at), run, otherwise)
+        return more, dends, waiting._replace(heads=heads)
 
     def arriving(self, at: "_Slot", waiting: Waiting) -> jax.Array:
         """The gradient towards a part's output: the last part's comes from the head."""
@@ -228,7 +233,7 @@ class _Loop(NamedTuple):
         one = self.one(at.mine["microbatch"])
 
         def run() -> tuple[jax.Array, Weights]:
-            kept = _taken(waiting.residuals, at.mine["residual"])
+            kept = Place(waiting.residuals, at.mine["residual"])
             return self.ops.backward(at.mine["chunk"], kept, self.arriving(at, waiting), one, gradients)
 
         def otherwise() -> tuple[jax.Array, Weights]:
@@ -238,22 +243,27 @@ class _Loop(NamedTuple):
         dx, added = self.when(at.mine["operation"] == BACKWARD, self.turns(BACKWARD, at), run, otherwise)
         return gradients | added, dx
 
-    def to_input(self, at: "_Slot", waiting: Waiting) -> tuple[jax.Array, Any]:
+    def to_input(self, at: "_Slot", waiting: Waiting) -> tuple[jax.Array, Waiting]:
         """The first part of this stage's backward, if it has one in the slot."""
         one = self.one(at.mine["microbatch"])
 
         def run() -> tuple[jax.Array, Any]:
-            kept = _taken(waiting.residuals, at.mine["residual"])
-            return self.ops.to_input(at.mine["chunk"], kept, self.arriving(at, waiting), one)
+            kept, into = Place(waiting.residuals, at.mine["residual"]), Place(waiting.splits, at.mine["split"])
+            dx, place = self.ops.to_input(at.mine["chunk"], kept, self.arriving(at, waiting), one, into)
+            return dx, place.ring
 
-        return self.when(at.mine["operation"] == INPUT, self.turns(INPUT, at), run, None)
+        def otherwise() -> tuple[jax.Array, Any]:
+            return self.empty(jax.eval_shape(run)[0]), waiting.splits
+
+        dx, splits = self.when(at.mine["operation"] == INPUT, self.turns(INPUT, at), run, otherwise)
+        return dx, waiting._replace(splits=splits)
 
     def to_weights(self, at: "_Slot", gradients: Weights, waiting: Waiting) -> Weights:
         """The second part of this stage's backward, if it has one in the slot."""
         one = self.one(at.mine["microbatch"])
 
         def run() -> Weights:
-            kept, between = _taken(waiting.residuals, at.mine["residual"]), _taken(waiting.splits, at.mine["split"])
+            kept, between = Place(waiting.residuals, at.mine["residual"]), Place(waiting.splits, at.mine["split"])
             return self.ops.to_weights(at.mine["chunk"], kept, between, one, gradients)
 
         def otherwise() -> Weights:

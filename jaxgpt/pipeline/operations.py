@@ -4,6 +4,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from jaxgpt.pipeline.stage import Kept, Place
+
 Batch = dict[str, jax.Array]
 Weights = dict[str, jax.Array]
 Number = jax.Array | int
@@ -30,21 +32,24 @@ class Operations(Protocol):
     def start(self, ends: Weights, looked_up: jax.Array, batch: Batch) -> jax.Array:
         """The first block's input."""
 
-    def forward(self, chunk: Number, x: jax.Array, batch: Batch) -> tuple[jax.Array, Any]:
-        """A part's output, and what its backward needs."""
+    def forward(self, chunk: Number, x: jax.Array, batch: Batch, into: Place | None = None) -> tuple[jax.Array, Any]:
+        """A part's output, and what its backward needs: stacked over the part's rows, or written into the place."""
 
     def head(self, ends: Weights, y: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, Weights]:
         """Loss, gradient towards y, and gradients of the ends; all stages meet. y: the last stage's counts."""
 
     def backward(
-        self, chunk: Number, kept: Any, dy: jax.Array, batch: Batch, gradients: Weights
+        self, chunk: Number, kept: Kept | Place, dy: jax.Array, batch: Batch, gradients: Weights
     ) -> tuple[jax.Array, Weights]:
         """The gradient towards a part's input, and accumulated gradients of blocks with the part's added."""
 
-    def to_input(self, chunk: Number, kept: Any, dy: jax.Array, batch: Batch) -> tuple[jax.Array, Any]:
-        """The first part of backward: the gradient towards a part's input, and what to_weights needs of it."""
+    def to_input(
+        self, chunk: Number, kept: Place, dy: jax.Array, batch: Batch, into: Place | None = None
+    ) -> tuple[jax.Array, Any]:
+        """The first part of backward: the gradient towards a part's input, and what to_weights needs of it, stacked or
+        written into the place."""
 
-    def to_weights(self, chunk: Number, kept: Any, between: Any, batch: Batch, gradients: Weights) -> Weights:
+    def to_weights(self, chunk: Number, kept: Place, between: Place, batch: Batch, gradients: Weights) -> Weights:
         """The second part: accumulated gradients of blocks with the part's added."""
 
     def finish(self, ends: Weights, dx: jax.Array, batch: Batch, dends: Weights) -> Weights:

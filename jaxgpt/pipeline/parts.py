@@ -8,9 +8,9 @@ from jax import lax
 
 from jaxgpt.pipeline.operations import Number
 from jaxgpt.pipeline.placement import Placement
+from jaxgpt.pipeline.stage import Rows
 from jaxgpt.sharding.named import nested, varying
 
-Arrays = dict[str, jax.Array]
 PIPE = "pipe"
 STREAM = "batch seq embed"
 
@@ -20,22 +20,11 @@ def here(stages: int) -> Number:
     return 0 if stages == 1 else lax.axis_index(PIPE)
 
 
-def layers_of(placement: Placement, chunk: Number) -> jax.Array:
-    """Logical layers [longest] of a chunk of this device's stage."""
-    return jnp.asarray(placement.rows)[here(placement.stages)][chunk]
-
-
-def rows_of(placement: Placement, chunk: Number, blocks: Arrays) -> Arrays:
-    """The rows of a chunk of this stage's blocks, [chunks * longest, ...] each."""
-    if placement.chunks == 1:
-        return blocks
-    rows = placement.longest
-    return {n: lax.dynamic_slice_in_dim(a, chunk * rows, rows) for n, a in blocks.items()}
-
-
-def with_rows(placement: Placement, chunk: Number, whole: jax.Array, rows: jax.Array) -> jax.Array:
-    """whole with a chunk's rows replaced."""
-    return rows if placement.chunks == 1 else lax.dynamic_update_slice_in_dim(whole, rows, chunk * placement.longest, 0)
+def rows_of(placement: Placement, chunk: Number) -> Rows:
+    """The rows of a chunk among this stage's blocks."""
+    first = jnp.asarray(chunk * placement.longest, jnp.int32)
+    layers = jnp.asarray(placement.rows)[here(placement.stages)][chunk]
+    return Rows(first + jnp.arange(placement.longest, dtype=jnp.int32), layers)
 
 
 def only(placement: Placement, stage: int, x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxgpt import host_memory
-from jaxgpt.config import RunConfig
+from jaxgpt.config import RunConfig, dividing
 from jaxgpt.errors import UserError, require
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.placement import place
@@ -95,7 +95,8 @@ def _items(text: str) -> Sizes:
             raise UserError(f"--mesh {text}: {axis!r} is not an axis; {hint}known are {', '.join(AXES)}")
         require(axis not in given, "--mesh", text, f"{axis} is given twice", "name each axis once")
         positive = re.fullmatch("[0-9]{1,7}", size) is not None and int(size) > 0
-        require(positive or size == "-1", "--mesh", text, f"{axis}={size} must be a positive whole number, or -1 once")
+        allowed = f"the size of {axis}, {size!r}, must be a positive whole number, or -1 once"
+        require(positive or size == "-1", "--mesh", text, allowed, "axes are parted by commas")
         given[axis] = int(size)
     product = math.prod(given.values())
     require(product <= MOST_DEVICES, "--mesh", text, f"{product} devices are more than the {MOST_DEVICES} allowed")
@@ -115,12 +116,15 @@ def _alternatives(given: Sizes, devices: int) -> str:
 def check(config: RunConfig, sizes: Sizes) -> list[str]:
     """Refuses a mesh that the model or the batch cannot be divided over; returns notes for the user.
 
-    Raises UserError with flag, value and up to three of the nearest legal meshes of as many devices.
+    Raises UserError with flag and value, and up to three of the nearest legal meshes of as many devices where another
+    mesh is what mends it.
     """
     if config.stages != "auto":  # another mesh would not help
         place(config.model.layers, sizes["pipe"], config.virtual_stages, config.stages)
     complaint = next(_complaints(config, sizes), None)
     if complaint is not None:
+        if not complaint.startswith(("--mesh", "--layers", "--global-batch")):  # another flag would mend it
+            raise UserError(complaint)
         devices = math.prod(sizes.values())
         raise UserError(f"{complaint}; {_listed(sizes, legal_meshes(config, devices), devices)}")
     return [*_without_effect(config, sizes), *_copied_heads(config, sizes)]
@@ -161,8 +165,10 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
         yield f"{mesh}: tensor={tensor} must divide --kv-heads {model.kv}, or be a multiple of it"
     if table.activations["mlp"] and model.mlp % tensor:
         yield f"{mesh}: tensor={tensor} must divide the feed-forward width (mlp_width) {model.mlp}"
-    if table.activations["vocab"] and model.padded_vocab % (tensor * sizes["pipe"]):
-        yield f"{mesh}: tensor x pipe = {tensor * sizes['pipe']} must divide the padded --vocab {model.padded_vocab}"
+    shares = tensor * sizes["pipe"]
+    if table.activations["vocab"] and model.padded_vocab % shares:
+        fix = f"as it does for --vocab {dividing(model.vocab, shares)}"
+        yield f"{mesh}: tensor x pipe = {shares} must divide the padded --vocab {model.padded_vocab}, {fix}"
     parts = math.prod(sizes[axis] for axis in table.rest)
     if model.width % parts:
         product = f"{' x '.join(table.rest)} = {parts}" if len(table.rest) > 1 else f"{table.rest[0]}={parts}"
@@ -203,7 +209,8 @@ def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator
         return
     count = config.global_batch // shares // micro_batch(config, sizes)
     if interleaved and count % stages:
-        yield f"--schedule interleaved: pipe={stages} must divide the {count} microbatches ({mesh})"
+        fix = "change --global-batch or --micro-batch, or take another schedule"
+        yield f"--schedule interleaved: pipe={stages} must divide the {count} microbatches ({mesh}); {fix}"
 
 
 def _factorisations(devices: int, axes: Sequence[str]) -> list[Sizes]:

@@ -31,23 +31,34 @@ class Sequence(NamedTuple):
 _rules: ContextVar[Mapping[str, str | None] | None] = ContextVar("rules", default=None)
 _shared: ContextVar[Mapping[str, str] | None] = ContextVar("shared", default=None)
 _sequence: ContextVar["Sequence | None"] = ContextVar("sequence", default=None)
+_widened: ContextVar[bool] = ContextVar("widened", default=True)
 
 
 @contextlib.contextmanager
 def layout(
-    rules: Mapping[str, str | None], sequence: "Sequence | None" = None, shared: Mapping[str, str] | None = None
+    rules: Mapping[str, str | None],
+    sequence: "Sequence | None" = None,
+    shared: Mapping[str, str] | None = None,
+    widened: bool = True,
 ) -> Iterator[None]:
     """Within it, dimension names lie on the axes that rules gives (None: not split), and the sequence as said.
 
     shared: dimension names that lie split over a manual axis as well, as the outer part of their split.
+    widened: whether operands of a product with a wider result are made as wide first: GPUs take them as they are, XLA
+    on CPU does not.
     """
-    tokens = _rules.set(rules), _sequence.set(sequence), _shared.set(shared)
+    values: tuple[tuple[ContextVar[Any], Any], ...] = (
+        (_rules, rules),
+        (_sequence, sequence),
+        (_shared, shared),
+        (_widened, widened),
+    )
+    tokens = [(variable, variable.set(value)) for variable, value in values]
     try:
         yield
     finally:
-        _rules.reset(tokens[0])
-        _sequence.reset(tokens[1])
-        _shared.reset(tokens[2])
+        for variable, token in tokens:
+            variable.reset(token)
 
 
 def sequence_axis() -> "Sequence | None":
@@ -80,7 +91,10 @@ def _spec_of(x: jax.Array) -> PartitionSpec | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out: str) -> jax.Array:
     """The product of activations x [B, S, inputs...] and a weight [inputs..., outputs...], plus a bias [outputs...]:
-    [B, S, outputs...], with the named dimensions out, laid out as the layout says.
+    [B, S, outputs...] in x's type, with the named dimensions out, laid out as the layout says.
+
+    A weight in fp32 is rounded to x's type for the products, and its gradient is not: each device and microbatch has
+    another part of the sum, so that a gradient rounded before it is added up would differ from mesh to mesh.
 
     Which collective that takes follows from the layouts, forward and backward. A contraction over split dimensions is
     an all-reduce (Megatron's row split); or, where the residual stream's sequence lies split over the same axis, a
@@ -91,7 +105,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out: str) ->
     operands transposed.
     """
     contracted = (tuple(range(2, x.ndim)), tuple(range(x.ndim - 2)))
-    y = lax.dot_general(_whole_sequence(x), weight, (contracted, ((), ())), out_sharding=spec(out))
+    y = lax.dot_general(_whole_sequence(x), weight.astype(x.dtype), (contracted, ((), ())), out_sharding=spec(out))
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -113,7 +127,7 @@ def _linear_forward(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out
 def _linear_backward(out: str, kept: Operands, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     (x, weight, bias), dy = kept, _whole_sequence(dy)
     contracted = (tuple(range(2, dy.ndim)), tuple(range(x.ndim - 2, weight.ndim)))
-    dx = lax.dot_general(dy, weight, (contracted, ((), ())), out_sharding=_spec_of(x))
+    dx = lax.dot_general(dy, weight.astype(dy.dtype), (contracted, ((), ())), out_sharding=_spec_of(x))
     return dx, _weight_gradient(_whole_sequence(x), dy, weight), None if bias is None else _bias_gradient(dy, bias)
 
 
@@ -127,22 +141,25 @@ def _bias_gradient(dy: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:
-    """Sum over batch and sequence of the outer products of x and dy.
+    """Sum over batch and sequence of the outer products of x and dy, in the weight's type.
 
     Batch and sequence are merged into one dimension first: contracted as two, XLA on CPU copies x transposed and
     computes whatever made x again, with strided reads, inside of that copy. Where nothing is split, the others are
     merged too, and the longer one comes second, for the same reason.
     """
+    if _widened.get():
+        x, dy = x.astype(weight.dtype), dy.astype(weight.dtype)
     tokens = x.shape[0] * x.shape[1]
-    over_tokens = (((0,), (0,)), ((), ()))
+    product = functools.partial(
+        lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), preferred_element_type=weight.dtype
+    )
     if _splits():
         flat_x, flat_dy = (a.reshape(tokens, *a.shape[2:]) for a in (x, dy))
-        return lax.dot_general(flat_x, flat_dy, over_tokens, out_sharding=_spec_of(weight))
+        return product(flat_x, flat_dy, out_sharding=_spec_of(weight))
     flat_x, flat_dy = x.reshape(tokens, -1), dy.reshape(tokens, -1)
     if flat_x.shape[1] <= flat_dy.shape[1]:
-        return lax.dot_general(flat_x, flat_dy, over_tokens).reshape(weight.shape)
-    across = lax.optimization_barrier(lax.dot_general(flat_dy, flat_x, over_tokens))
-    return across.T.reshape(weight.shape)
+        return product(flat_x, flat_dy).reshape(weight.shape)
+    return lax.optimization_barrier(product(flat_dy, flat_x)).T.reshape(weight.shape)
 
 
 linear.defvjp(_linear_forward, _linear_backward)

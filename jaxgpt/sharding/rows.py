@@ -78,8 +78,12 @@ def overrides(text: str) -> dict[str, Axes]:
     rows: dict[str, Axes] = {}
     for item in text.split(",") if text.strip() else []:
         dim, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or dim not in CHOICES:
-            raise UserError(f"--layout {text}: {item!r} is not dimension=axes; dimensions are {', '.join(CHOICES)}")
+        if not equals or not dim:
+            raise UserError(f"--layout {text}: {item!r} is not dimension=axes, such as mlp=none or embed=fsdp+data")
+        if dim not in CHOICES:
+            known = dim in PARAMETERS or dim in ACTIVATIONS
+            problem = "cannot be changed by hand" if known else "is not a dimension"
+            raise UserError(f"--layout {text}: {dim!r} {problem}; those that can be changed are {', '.join(CHOICES)}")
         if dim in rows:
             raise UserError(f"--layout {text}: {dim} is given twice; name each dimension once")
         axes = () if value == "none" else tuple(axis.strip() for axis in value.split("+"))

@@ -3,7 +3,8 @@
 config.json     the resolved configuration: data as a full path, the vocabulary's real size
 data.json       what the tokens are: source, counts, checksums
 tokenizer/      what turns text into this model's tokens
-checkpoints/  metrics.jsonl  tensorboard/  loss.png  profile/
+checkpoints/  metrics.jsonl  tensorboard/  loss.png  sample.txt  profile/
+.lock           held by the process that trains in it
 """
 
 import dataclasses

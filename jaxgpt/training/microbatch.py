@@ -12,9 +12,9 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.model.gpt import Context, context, embed, final_norm
 from jaxgpt.model.vocabulary import add_lookup_gradient, lookup, loss_and_gradients
 from jaxgpt.pipeline.operations import Number
-from jaxgpt.pipeline.parts import from_stage, layers_of, only, rows_of, with_rows
+from jaxgpt.pipeline.parts import from_stage, only, rows_of
 from jaxgpt.pipeline.placement import Placement
-from jaxgpt.pipeline.stage import Kept, Stage
+from jaxgpt.pipeline.stage import Kept, Place, Rows, Stage
 from jaxgpt.sharding.collectives import scatter_sum
 from jaxgpt.sharding.named import varying
 from jaxgpt.sharding.ring import positions
@@ -93,33 +93,37 @@ class Microbatch(NamedTuple):
 
     # The blocks of one part
 
-    def forward(self, chunk: Number, x: jax.Array, batch: Arrays) -> tuple[jax.Array, Kept]:
-        layers = layers_of(self.placement, chunk)
-        return self.stage.forward(self._rows(chunk, self.weights), x, layers, self.context(batch))
+    def forward(self, chunk: Number, x: jax.Array, batch: Arrays, into: Place | None = None) -> tuple[jax.Array, Any]:
+        return self.stage.forward(self._blocks, x, self._rows(chunk), self.context(batch), into)
 
     def backward(
-        self, chunk: Number, kept: Kept, dy: jax.Array, batch: Arrays, gradients: Arrays
+        self, chunk: Number, kept: Kept | Place, dy: jax.Array, batch: Arrays, gradients: Arrays
     ) -> tuple[jax.Array, Arrays]:
-        weights, accumulated = self._rows(chunk, self.weights), self._rows(chunk, gradients)
-        layers = layers_of(self.placement, chunk)
-        dx, added = self.stage.backward(weights, kept, dy, layers, self.context(batch), accumulated)
-        return dx, self._merged(chunk, gradients, added)
+        accumulated = part(gradients, BLOCKS)
+        rows, c = self._rows(chunk), self.context(batch)
+        dx, added = self.stage.backward(self._blocks, kept, dy, rows, c, accumulated)
+        return dx, _blocks(added)
 
-    def to_input(self, chunk: Number, kept: Kept, dy: jax.Array, batch: Arrays) -> tuple[jax.Array, Any]:
-        layers = layers_of(self.placement, chunk)
-        return self.stage.to_input(self._rows(chunk, self.weights), kept, dy, layers, self.context(batch))
+    def to_input(
+        self, chunk: Number, kept: Place, dy: jax.Array, batch: Arrays, into: Place | None = None
+    ) -> tuple[jax.Array, Any]:
+        return self.stage.to_input(self._blocks, kept, dy, self._rows(chunk), self.context(batch), into)
 
-    def to_weights(self, chunk: Number, kept: Kept, between: Any, batch: Arrays, gradients: Arrays) -> Arrays:
-        weights, accumulated = self._rows(chunk, self.weights), self._rows(chunk, gradients)
-        layers = layers_of(self.placement, chunk)
-        added = self.stage.to_weights(weights, kept, between, layers, self.context(batch), accumulated)
-        return self._merged(chunk, gradients, added)
+    def to_weights(self, chunk: Number, kept: Place, between: Place, batch: Arrays, gradients: Arrays) -> Arrays:
+        accumulated = part(gradients, BLOCKS)
+        rows, c = self._rows(chunk), self.context(batch)
+        return _blocks(self.stage.to_weights(self._blocks, kept, between, rows, c, accumulated))
 
-    def _merged(self, chunk: Number, gradients: Arrays, added: Arrays) -> Arrays:
-        return {BLOCKS + n: with_rows(self.placement, chunk, gradients[BLOCKS + n], g) for n, g in added.items()}
+    @property
+    def _blocks(self) -> Arrays:
+        return part(self.weights, BLOCKS)
 
-    def _rows(self, chunk: Number, arrays: Arrays) -> Arrays:
-        return rows_of(self.placement, chunk, part(arrays, BLOCKS))
+    def _rows(self, chunk: Number) -> Rows:
+        return rows_of(self.placement, chunk)
+
+
+def _blocks(arrays: Arrays) -> Arrays:
+    return {BLOCKS + n: a for n, a in arrays.items()}
 
 
 def part(arrays: Arrays, prefix: str) -> Arrays:

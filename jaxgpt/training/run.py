@@ -160,6 +160,8 @@ def _run(
     console.say(f"run: {run}" + ("" if begin.saved is None else f", resumed after step {begin.step}"))
     if stored is not None and config.steps != stored.steps:
         console.say(f"steps: {stored.steps} -> {config.steps}; the learning rate follows the longer schedule from here")
+    if config.warmup >= config.steps:
+        console.fallback(f"--warmup {config.warmup}: the learning rate only rises, in all {config.steps} steps")
     with Loop(run, config, program, dataset, console, peak, begin) as loop:
         loop.train()
         figures = None if loop.stopped else loop.validate_all()

@@ -22,7 +22,7 @@ from jaxgpt.model.gpt import POLICIES, Context, block, context, embed, final_nor
 from jaxgpt.model.parameters import parameters
 from jaxgpt.model.vocabulary import head_logits, lookup, loss_sum
 from jaxgpt.pipeline.loop import run
-from jaxgpt.pipeline.parts import from_stage, layers_of, rows_of, through
+from jaxgpt.pipeline.parts import from_stage, rows_of, through
 from jaxgpt.pipeline.placement import Placement, place
 from jaxgpt.pipeline.schedule import Schedule, schedule
 from jaxgpt.pipeline.stage import Stage
@@ -116,10 +116,11 @@ class Step:
             return {n: gather(w, self.dims[n], once) for n, w in at_rest.items()}
 
     def ends(self, weights: Arrays) -> Arrays:
-        """Embedding, final norm and head, whole over fsdp."""
+        """Embedding, final norm and head, whole over fsdp. What is no table is typed fp32, as a stage's weights are."""
         with jax.named_scope("gather"):
             names = [n for n in weights if not n.startswith(BLOCKS)]
-            return {n: gather(weights[n], self.dims[n], self.layout.rows.used) for n in names}
+            whole = {n: gather(weights[n], self.dims[n], self.layout.rows.used) for n in names}
+        return {n: w if n in (TOKEN, HEAD) else w.astype(jnp.float32) for n, w in whole.items()}
 
     def hidden(self, params: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Forward alone and without dropout: the final norm's output for tokens [B, S], and the head's table."""
@@ -133,7 +134,7 @@ class Step:
         return final_norm(model, ends, x), ends[self.head]
 
     def _apply(self, stage: Stage, blocks: Arrays, c: Context, chunk: jax.Array | int, x: jax.Array) -> jax.Array:
-        return stage.apply(rows_of(self.placement, chunk, blocks), x, layers_of(self.placement, chunk), c)
+        return stage.apply(blocks, x, rows_of(self.placement, chunk), c)
 
     def loss_and_gradients(self, params: Arrays, batch: Arrays, step: jax.Array) -> tuple[jax.Array, Arrays, jax.Array]:
         """Loss (a sum over the valid tokens of the global batch, divided once), its gradients, and those tokens."""
@@ -223,9 +224,10 @@ def on_mesh(
     step: Step, mesh: Mesh, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
 ) -> Callable[..., Any]:
     """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
 
     def inside(*args: Any) -> Any:
-        with layout(step.layout.typed(), step.layout.sequence, step.layout.shared()):
+        with layout(step.layout.typed(), step.layout.sequence, step.layout.shared(), on_cpu):
             return function(*args)
 
     return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
