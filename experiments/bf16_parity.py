@@ -1,10 +1,13 @@
 """In bf16 a mesh rounds otherwise than one device. By how much, against what bf16 itself changes?
 
-    python experiments/bf16_parity.py [--steps 200] [--seeds 0,1,2]
+    python experiments/bf16_parity.py [--steps 200] [--seeds 0,1,2] [--lr 1e-3]
 
 Loss curves of a small model on the Python standard library's source: one device in fp32, one in bf16, and meshes in
 bf16. Criterion: the root mean square difference between a mesh's curve and one device's is at most that between one
 device's bf16 and fp32 curves.
+
+The learning rate is one at which two runs that begin a rounding apart stay near each other. At 3e-3 this small model
+is past that: then all three kinds of runs part as far as any two, and the figures say nothing of rounding.
 """
 
 import argparse
@@ -97,17 +100,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--lr", type=float, default=1e-3)
     given = parser.parse_args()
     seeds = [int(seed) for seed in given.seeds.split(",")]
     use_devices(8)
     HERE.mkdir(exist_ok=True)
     result: dict[str, Any] = {
-        "command": f"python experiments/bf16_parity.py --steps {given.steps} --seeds {given.seeds}",
+        "command": f"python experiments/bf16_parity.py --steps {given.steps} --seeds {given.seeds} --lr {given.lr}",
         "jax": jax.__version__,
         "criterion": "rms(mesh bf16 - one device bf16) <= rms(one device bf16 - one device fp32), over all steps",
     }
     runs = []
-    for model in MODELS:
+    for model in reversed(MODELS):
         for seed in seeds:
             config = RunConfig(
                 model=MODELS[model],
@@ -115,7 +119,7 @@ def main() -> None:
                 steps=given.steps,
                 seed=seed,
                 global_batch=16,
-                lr=3e-3,
+                lr=given.lr,
                 warmup=20,
             )
             found = curves(config)

@@ -219,6 +219,8 @@ class RunConfig:
     auto: ring, and gather in a pipeline."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """Over pipe, in which order a stage runs its microbatches forward and backward."""
+    schedule_file: str = ""
+    """A file with a table of the user's own in place of `schedule` (pipeline.schedule_file says how it is written)."""
     virtual_stages: int = 1
     """Parts of the model on each stage; more than 1 for the interleaved schedule."""
     stages: str = "auto"
@@ -270,7 +272,7 @@ class RunConfig:
         return int(first), int(last)
 
 
-UNCUT: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1, "stages": "auto"}
+UNCUT: dict[str, Any] = {"schedule": "1f1b", "schedule_file": "", "virtual_stages": 1, "stages": "auto"}
 """How a pipeline is cut, where nobody says it: that is of a mesh, not of a run, so another mesh begins with this."""
 
 

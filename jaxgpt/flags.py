@@ -88,6 +88,8 @@ class TrainFlags:
     """Over context, keys and values pass round a ring, or are gathered at once; auto: ring, and gather over pipe."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
     """Over pipe, in which order a stage runs its microbatches forward and backward."""
+    schedule_file: str
+    """A text file with a schedule of your own in place of --schedule: one line a tick, such as F1 F0 | . B0."""
     virtual_stages: int
     """Parts of the model on each stage; more than 1 for the interleaved schedule."""
     stages: str

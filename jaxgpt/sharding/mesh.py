@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jaxgpt import host_memory
 from jaxgpt.config import RunConfig, dividing
 from jaxgpt.errors import UserError, require
+from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.placement import place
 from jaxgpt.sharding.rows import AXES, TENSOR, rows
@@ -135,6 +136,8 @@ def _without_effect(config: RunConfig, sizes: Sizes) -> list[str]:
     notes = []
     if config.schedule != "1f1b" and sizes["pipe"] == 1:
         notes.append(f"--schedule {config.schedule}: does nothing without a pipe axis")
+    if config.schedule_file and sizes["pipe"] == 1:
+        notes.append(f"--schedule-file {config.schedule_file}: does nothing without a pipe axis")
     if "vocab=none" in config.layout.replace(" ", "") and sizes["pipe"] > 1:
         notes.append("--layout vocab=none: over pipe the vocabulary lies split all the same")
     return notes
@@ -194,8 +197,9 @@ def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
 def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator[str]:
     """What layers, virtual stages and microbatches do not allow."""
     stages, chunks = sizes["pipe"], config.virtual_stages
-    interleaved = config.schedule == "interleaved"
-    if chunks > 1 and not (interleaved and stages > 1):
+    own = bool(config.schedule_file)
+    interleaved = config.schedule == "interleaved" and not own
+    if chunks > 1 and not ((interleaved or own) and stages > 1):
         fix = "give --virtual-stages 1, or --schedule interleaved and a pipe axis"
         yield f"--virtual-stages {chunks}: only --schedule interleaved on a mesh with pipe > 1 has them; {fix}"
     if interleaved and chunks == 1 and stages > 1:
@@ -208,6 +212,11 @@ def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator
     if config.global_batch % shares:
         return
     count = config.global_batch // shares // micro_batch(config, sizes)
+    if own and stages > 1:
+        try:
+            schedule_file.read(config.schedule_file, (stages, count, chunks))
+        except UserError as error:
+            yield str(error)
     if interleaved and count % stages:
         fix = "change --global-batch or --micro-batch, or take another schedule"
         yield f"--schedule interleaved: pipe={stages} must divide the {count} microbatches ({mesh}); {fix}"

@@ -37,6 +37,7 @@ CHANGEABLE = frozenset(
         "layout",
         "zero",
         "schedule",
+        "schedule_file",
         "virtual_stages",
         "stages",
         "context_attention",
@@ -265,7 +266,8 @@ def _full_paths(config: RunConfig) -> RunConfig:
     def full(text: str) -> str:
         return text if text in ("", STDLIB, *NAMES) else os.path.abspath(os.path.expanduser(text))
 
-    return dataclasses.replace(config, data=full(config.data), tokenizer=full(config.tokenizer))
+    data, tokenizer, table = (full(each) for each in (config.data, config.tokenizer, config.schedule_file))
+    return dataclasses.replace(config, data=data, tokenizer=tokenizer, schedule_file=table)
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

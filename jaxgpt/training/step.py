@@ -21,6 +21,7 @@ from jaxgpt.model.fuse import fuse, fused_dims, unfuse_gradients
 from jaxgpt.model.gpt import POLICIES, Context, block, context, embed, final_norm
 from jaxgpt.model.parameters import parameters
 from jaxgpt.model.vocabulary import head_logits, lookup, loss_sum
+from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.loop import run
 from jaxgpt.pipeline.parts import from_stage, rows_of, through
 from jaxgpt.pipeline.placement import Placement, place
@@ -84,10 +85,10 @@ class Step:
 
     def schedule(self, microbatches: int) -> Schedule:
         """The table that the loop over microbatches runs. One stage has no schedule to choose."""
-        stages = self.sizes["pipe"]
-        return schedule(
-            self.config.schedule if stages > 1 else "1f1b", stages, microbatches, self.config.virtual_stages
-        )
+        stages, chunks = self.sizes["pipe"], self.config.virtual_stages
+        if self.config.schedule_file and stages > 1:
+            return schedule_file.read(self.config.schedule_file, (stages, microbatches, chunks))
+        return schedule(self.config.schedule if stages > 1 else "1f1b", stages, microbatches, chunks)
 
     def stage(self, model: ModelConfig) -> Stage:
         """The blocks as a stage; model: with or without dropout."""
