@@ -19,6 +19,10 @@ from jaxgpt.sharding.ring import order
 from jaxgpt.training.step import Arrays, State, Step, on_mesh, state_specs
 
 
+GPU_OPTIONS = {"xla_gpu_copy_insertion_use_region_analysis": True}
+"""Without it XLA for GPUs copies what a conditional changes in place, a pipeline's rings and gradients, in every tick."""
+
+
 @dataclass(frozen=True)
 class Program:
     """The programs of one run. Nothing is compiled before it is first used."""
@@ -181,7 +185,8 @@ class Program:
     @cached_property
     def compiled(self) -> Any:
         """The compiled train step."""
-        return self.traced.lower().compile()
+        on_gpu = self.platform in ("gpu", "cuda")
+        return self.traced.lower().compile(compiler_options=GPU_OPTIONS if on_gpu else None)
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
         """One train step; state is given up. Metrics are scalars on the devices."""
