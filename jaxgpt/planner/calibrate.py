@@ -46,7 +46,7 @@ def calibrated(hardware: Hardware, devices: Sequence[Any], dtype: Dtype) -> Hard
     measure = _Measure(Mesh(np.array(devices), (ALL,)), sizes, jnp.bfloat16 if dtype == "bf16" else jnp.float32)
     units, side = hardware.units, sizes.side
     products, memory, gap = measure.products(), measure.memory(), measure.gap()
-    products /= shape_efficiency(units, side, side, side)
+    products /= shape_efficiency(units, side, side)
     peak = max(hardware.peak(dtype), products)
     bandwidth = max(hardware.bandwidth, memory)
     reached = dataclasses.replace(

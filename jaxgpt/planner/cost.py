@@ -22,6 +22,9 @@ FORWARD_KERNELS = 16
 """Kernels of a block's forward, about; its backward has twice as many."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of the fused attention's backward over its forward's: five products for two, as the scores are made again."""
+CONTENTION = 0.15
+"""Share of a hidden collective's time by which it holds up what it hides under: the multiprocessors that it takes, 16 to
+32 channels of NCCL on 108 to 132 of them."""
 ENDS_PASSES = 12
 """Passes over the stream by lookup, final norm, and their backwards."""
 
@@ -181,6 +184,12 @@ class Sent:
     """Recomputation's included."""
 
 
+def seen(seconds: float, window: float) -> float:
+    """What is seen of a collective that can hide for so long."""
+    hidden = min(seconds, window)
+    return seconds - hidden + CONTENTION * hidden
+
+
 def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
     """A block's exposed communication over tensor, forward and backward, by Megatron's splits: a sum of the stream after
     each pair of products (arXiv 1909.08053); with sequence parallelism a gather and a scattering sum in its place, and a
@@ -192,8 +201,8 @@ def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
     else:
         again = (2 if ways.repeats_all else 1) if full else 0
         each, forward, backward = group.all_reduce(stream), 2, 2 + again
-    seen = 1 - ways.hidden_tensor
-    return seen * forward * each, seen * backward * each
+    share = seen(1.0, ways.hidden_tensor)
+    return share * forward * each, share * backward * each
 
 
 def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[float, float]:
@@ -207,8 +216,7 @@ def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[fl
     turn = group.permute(kv)
     again = (n - 1) * turn if plan.recompute != "none" else 0.0
     hidden = costs.practice.hidden_weights * work.attention
-    forward = max(0.0, (n - 1) * turn - hidden)
-    return forward, max(0.0, again + (3 * (n - 1) + 1) * turn - BACKWARD_ATTENTION * hidden)
+    return seen((n - 1) * turn, hidden), seen(again + (3 * (n - 1) + 1) * turn, BACKWARD_ATTENTION * hidden)
 
 
 def over_weights(costs: Costs, plan: Plan, used: Group, accumulated: Group, work: Work) -> tuple[float, float]:
@@ -219,4 +227,4 @@ def over_weights(costs: Costs, plan: Plan, used: Group, accumulated: Group, work
     gathered = used.all_gather(costs.kernels.bytes * weights)
     reduced = accumulated.reduce_scatter(costs.practice.gradient_bytes * weights)
     hidden = costs.practice.hidden_weights
-    return max(0.0, gathered - hidden * work.forward), max(0.0, gathered + reduced - hidden * work.backward)
+    return seen(gathered, hidden * work.forward), seen(gathered + reduced, hidden * work.backward)

@@ -1,8 +1,8 @@
 """How long a device takes for one piece of work: products by a roofline, attention, passes over memory.
 
 Seconds on one device. A product's efficiency depends on its shape: the tiles that it is cut into are dealt out to the
-multiprocessors in waves, the last of which is seldom full; small tiles read more for what they compute; and a short
-inner dimension does not pay for the start and the end of a tile.
+multiprocessors in waves, the last of which is seldom full; small tiles read more for what they compute; and while a
+tile is written nothing is computed, which a short inner dimension does not make up for.
 """
 
 import functools
@@ -15,8 +15,6 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 """Rows and columns of the results that a multiprocessor makes at once: those that vendors' libraries choose among."""
 REUSE = 10.0
 """Elements read for which a tile's products wait: the smaller the tile, the larger the share a b / (a + b) to it."""
-START = 64
-"""Inner dimension in whose time a tile is begun and written."""
 HEAD = 128
 """Width of a head at which the fused attention reaches its efficiency."""
 NARROW = 32
@@ -49,10 +47,11 @@ class Kernels:
         return nbytes / self._bandwidth
 
     def product(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """batch products of [m, k] and [k, n]: the longer of computing and of reading and writing all three once."""
-        computing = 2.0 * batch * m * n * k / (self._reached * shape_efficiency(self.hardware.units, m, n, k, batch))
-        moved = self.bytes * batch * (m * k + k * n + m * n)
-        return max(computing, self.passes(moved))
+        """batch products of [m, k] and [k, n]: computing and then writing; or, where that is longer, reading and
+        writing all three once."""
+        computing = 2.0 * batch * m * n * k / (self._reached * shape_efficiency(self.hardware.units, m, n, batch))
+        read, written = self.bytes * batch * (m * k + k * n), self.bytes * batch * m * n
+        return max(computing, self.passes(read)) + self.passes(written)
 
     def attention(self, flops: float, head: int) -> float:
         """The fused kernel: FLOPs that it computes, and the width of a head."""
@@ -61,11 +60,11 @@ class Kernels:
 
 
 @functools.lru_cache(maxsize=100_000)
-def shape_efficiency(units: int, m: int, n: int, k: int, batch: int = 1) -> float:
+def shape_efficiency(units: int, m: int, n: int, batch: int = 1) -> float:
     """Share of a large product's speed that one of this shape reaches: the best of the tiles, at most 1.
 
-    For tiles of a x b on u multiprocessors: m n / (waves u a b), with waves the ceiling of (tiles / u); times
-    the tile's own efficiency; times k / (k + START).
+    For tiles of a x b on u multiprocessors: m n / (waves u a b), with waves the ceiling of (tiles / u); times the
+    tile's own efficiency.
     """
     best = 0.0
     largest = _reuse(*TILES[0])
@@ -73,7 +72,7 @@ def shape_efficiency(units: int, m: int, n: int, k: int, batch: int = 1) -> floa
         tiles = batch * math.ceil(m / a) * math.ceil(n / b)
         filled = batch * m * n / (math.ceil(tiles / units) * units * a * b)
         best = max(best, filled * _reuse(a, b) / largest)
-    return best * k / (k + START)
+    return best
 
 
 def _reuse(a: int, b: int) -> float:

@@ -37,24 +37,30 @@ def peak_memory(costs: Costs, plan: Plan, global_batch: int) -> Memory:
 
 
 def _other(costs: Costs, plan: Plan, held: Held) -> Memory:
-    """Of another program, with full recomputation and unfused attention: state by its bytes a parameter; each block's
-    input, for as many microbatches as the first stage holds, one block's inside (arXiv 2205.05198), or its logits."""
-    model, tokens, t = costs.model, costs.tokens(plan), plan.tensor
-    blocks = -(-model.layers // plan.pipe)
+    """Of another program: state by its bytes a parameter; what blocks keep (arXiv 2205.05198), for as many microbatches
+    as the first stage holds (arXiv 2104.04473); and one block's inside where it is recomputed, or the logits."""
+    model, tokens, t, p, v = costs.model, costs.tokens(plan), plan.tensor, plan.pipe, plan.virtual_stages
+    blocks = -(-model.layers // p)
     entries = (blocks * costs.block_weights + costs.tables) // t + model.seq * model.width
-    state = held.parameter + (held.reduced if plan.data > 1 else 0)
-    boundary = held.boundary * tokens * model.width * blocks
-    inside = tokens * model.width * (10 + 24 // t)
+    moments = 12 * entries // (plan.data if plan.zero else 1)
+    state = held.parameter - 12 + (held.reduced if plan.data > 1 else 0)
+    stream = tokens * model.width
+    inside = stream * 34 // t if plan.sequence_parallel else stream * (10 + 24 // t)
+    scores = 0
     if not costs.practice.fused_attention:
-        inside += 5 * plan.micro_batch * model.heads // t * model.seq * model.seq
+        scores = 5 * plan.micro_batch * model.heads // t * model.seq * model.seq
+    boundary = held.boundary * stream // (t if plan.sequence_parallel else 1)
+    kept = {"full": boundary, "selective": inside, "none": inside + scores}[plan.recompute]
+    again = {"full": inside + scores, "selective": scores, "none": 0}[plan.recompute]
+    microbatches = p + (p - 1) / v if v > 1 else held.microbatches(p)
     logits = held.logit * tokens * model.padded_vocab // t
     return Memory(
         parameters=2 * entries,
-        gradients=(state - 14) * entries,
-        optimizer=12 * entries,
-        activations=boundary * (1 if plan.pipe == 1 else 2 * plan.pipe - 1),
-        logits=max(0, logits - inside),
-        buffers=inside + held.overhead + (held.communication if plan.devices > 1 else 0),
+        gradients=(state - 2) * entries,
+        optimizer=moments,
+        activations=round(kept * blocks * microbatches),
+        logits=max(0, logits - again),
+        buffers=again + held.overhead + (held.communication if plan.devices > 1 else 0),
     )
 
 

@@ -34,6 +34,12 @@ class Held:
     """Of a process: driver, libraries, their workspaces."""
     communication: int
     """Buffers of the communication library, where there is more than one device."""
+    twice: bool = False
+    """1F1B holds 2 p - 1 microbatches on the first of p stages, not p."""
+
+    def microbatches(self, stages: int) -> int:
+        """Held by the first stage in 1F1B."""
+        return 2 * stages - 1 if self.twice else stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,7 @@ MEGATRON_2021 = Practice(
     forward=Passes(stream=11, inside=10, scores=4.5),
     # norms 2 x 5, sums 2 x 3, dropout and bias 2 x 3.5; GELU 16, layouts 8, bias 3; softmax 3, dropout 2.5
     backward=Passes(stream=23, inside=27, scores=5.5),
-    logit_bytes=48,
+    logit_bytes=52,
     shared_ends=False,
     tied_ticks=False,
     repeats_all=True,
@@ -122,7 +128,7 @@ MEGATRON_2026 = Practice(
     fused_attention=True,
     forward=Passes(stream=11, inside=10),
     backward=Passes(stream=23, inside=27),
-    logit_bytes=30,
+    logit_bytes=52,
     shared_ends=False,
     tied_ticks=False,
     repeats_all=True,
@@ -153,8 +159,8 @@ ONEFLOW_2021 = Practice(
     hidden_gradients=0.8,
     hidden_weights=0.0,
     hidden_tensor=0.0,
-    hidden_pipe=0.5,
+    hidden_pipe=0.9,
     # fp32 masters, moments, weights and gradients in fp16, and fp32 gradients never whole: 4 + 8 + 2 + 2 + 2. A logit's
     # value, softmax and gradient in fp16. Each block's input, and the same as what the block before it made.
-    held=Held(parameter=18, reduced=2, logit=6, boundary=4, overhead=450 << 20, communication=400 << 20),
+    held=Held(parameter=18, reduced=2, logit=6, boundary=4, overhead=450 << 20, communication=400 << 20, twice=True),
 )

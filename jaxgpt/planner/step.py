@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxgpt.planner.cost import Costs, over_context, over_tensor, over_weights
+from jaxgpt.planner.cost import Costs, over_context, over_tensor, over_weights, seen
 from jaxgpt.planner.links import Group, group
 from jaxgpt.planner.plan import Plan, Time
 from jaxgpt.planner.ticks import ticks, zero_bubble_slots
@@ -120,8 +120,7 @@ class _Step:
             message += self.group("tensor").all_gather(stream)
         if ways.tied_ticks:
             return 2 * message * ticks(plan.schedule, plan.pipe, m, plan.virtual_stages)
-        seen = (1 - ways.hidden_pipe) * m * plan.virtual_stages + plan.pipe - 1
-        return 2 * message * seen
+        return 2 * message * (seen(1.0, ways.hidden_pipe) * m * plan.virtual_stages + plan.pipe - 1)
 
     def _at_ends(self) -> dict[str, float]:
         """By axis, of lookup, head and their gradients: sums over tensor, and over pipe where all stages share them;
@@ -168,13 +167,14 @@ class _Step:
             scattered = nbytes / (plan.data if plan.zero == 1 else 1)
             reduced = over_data.reduce_scatter(nbytes) + self.group("context").all_reduce(scattered)
         work, layers = costs.block(plan), costs.model.layers / plan.pipe
+        if plan.schedule == "interleaved":  # a part is done when the last group of microbatches has passed through it
+            layers *= plan.pipe
         table = tables / (blocks + tables)
-        hidden = min(reduced * (1 - table), ways.hidden_gradients * layers * work.backward)
-        sent["data" if plan.data > 1 else "context"] = reduced - hidden
+        last, rest = reduced * table, reduced * (1 - table)
+        sent["data" if plan.data > 1 else "context"] = last + seen(rest, ways.hidden_gradients * layers * work.backward)
         if plan.zero in (1, 2):
             gathered = self.group("data").all_gather(costs.kernels.bytes * (blocks + tables))
-            seen = max(0.0, gathered - ways.hidden_gradients * layers * work.forward)
-            sent["data"] = sent.get("data", 0.0) + seen
+            sent["data"] = sent.get("data", 0.0) + seen(gathered, ways.hidden_gradients * layers * work.forward)
         return sent
 
     def _optimizer(self) -> float:
