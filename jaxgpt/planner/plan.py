@@ -208,7 +208,7 @@ class Estimate:
         return tokens / self.tokens_per_second / 86400
 
     def to_json(self) -> dict[str, Any]:
-        """The plan's choices, and every prediction, as numbers."""
+        """The plan's choices, and every prediction, as numbers: memory in bytes by kind, time in seconds by part."""
         return {
             **self.plan.to_json(),
             "step_seconds": self.step_seconds,
@@ -220,8 +220,8 @@ class Estimate:
             "peak_bytes": self.peak_bytes,
             "capacity_bytes": self.capacity,
             "fits": self.fits,
-            "memory_bytes": dataclasses.asdict(self.memory),
-            "time_seconds": {
+            "memory": dataclasses.asdict(self.memory),
+            "time": {
                 "computation": self.time.computation,
                 **{f"exposed {axis}": seconds for axis, seconds in self.time.exposed.items()},
                 "bubble": self.time.bubble,
