@@ -75,6 +75,11 @@ class Costs:
     def _ends(self) -> dict[tuple[int, ...], float]:
         return {}
 
+    @functools.cached_property
+    def groups(self) -> dict[tuple[object, ...], Group]:
+        """Those of planner.links that were asked for, by axes and mesh."""
+        return {}
+
     # Shapes
 
     @functools.cached_property
@@ -88,6 +93,11 @@ class Costs:
     def tables(self) -> int:
         """Entries of the tables as wide as the vocabulary, the head's among them where it is not the embedding."""
         return self.model.padded_vocab * self.model.width * (1 if self.model.tied else 2)
+
+    @functools.cached_property
+    def places(self) -> int:
+        """Entries of the table of positions, which lies split over no axis but those of `embed`."""
+        return self.model.seq * self.model.width if self.model.positions == "learned" else 0
 
     def kv_heads(self, tensor: int) -> int:
         """On one device: at least one."""

@@ -42,7 +42,7 @@ class Kernels:
     def _bandwidth(self) -> float:
         return self.hardware.bandwidth * self.hardware.efficiency.memory
 
-    def passes(self, nbytes: float) -> float:
+    def passes(self, nbytes: float | int) -> float:
         """Reading and writing so many bytes."""
         return nbytes / self._bandwidth
 

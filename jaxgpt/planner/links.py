@@ -40,14 +40,14 @@ class Group:
         members = -(-self.size // self.hosts)
         return math.ceil(math.log2(self.hosts)) * self.between + (members - 1) * self.inside
 
-    def all_gather(self, nbytes: float) -> float:
+    def all_gather(self, nbytes: float | int) -> float:
         """Of nbytes in all: (p-1)/p of them arrive, in p-1 turns."""
         p = self.size
         return 0.0 if p == 1 else nbytes * (p - 1) / p / self.bandwidth + (p - 1) * self._turn
 
     reduce_scatter = all_gather
 
-    def all_reduce(self, nbytes: float) -> float:
+    def all_reduce(self, nbytes: float | int) -> float:
         """A ring, 2(p-1)/p of nbytes in 2(p-1) turns; or, where that is shorter, a tree: as many bytes as a ring at its
         best, up and down once."""
         p = self.size
@@ -57,7 +57,7 @@ class Group:
         tree = 2 * nbytes / self.bandwidth + 2 * self._up_and_down
         return min(ring, tree)
 
-    def permute(self, nbytes: float) -> float:
+    def permute(self, nbytes: float | int) -> float:
         """A message to a neighbour."""
         return 0.0 if self.size == 1 else nbytes / self.bandwidth + self._turn
 

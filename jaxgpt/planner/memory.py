@@ -12,7 +12,7 @@ from jaxgpt.planner.cost import Costs
 from jaxgpt.planner.hardware import Hardware
 from jaxgpt.planner.plan import Memory, Plan
 from jaxgpt.planner.practice import Held
-from jaxgpt.planner.ticks import rings
+from jaxgpt.planner.ticks import Rings, rings
 
 MARGIN = 0.15
 """By how much a compiled program may need more than is predicted; `fits` allows for it."""
@@ -66,6 +66,12 @@ def _other(costs: Costs, plan: Plan, held: Held) -> Memory:
 
 # jaxgpt
 
+INSIDE = {"none": 22, "selective": 22, "full": 18}
+"""Arrays of [tokens, width] that a block's backward holds at its peak, by what it recomputes; read from the compiler's
+assignment of buffers."""
+BETWEEN = 16
+"""The same, of what the first part of a split backward hands to the second."""
+
 
 @dataclass(frozen=True)
 class _Compiled:
@@ -74,28 +80,40 @@ class _Compiled:
     microbatches: int
 
     def memory(self) -> Memory:
+        """At the peak, which is in the backward of a stage or in the head, whichever holds more."""
         plan, costs = self.plan, self.costs
-        blocks, tables = self._entries()
-        rest = (blocks + tables) // (plan.fsdp * (plan.data if plan.zero else 1))
-        accumulated = (blocks + tables) // (plan.fsdp * (plan.data if plan.zero >= 2 else 1))
-        used = (blocks + tables) // (plan.fsdp * (plan.data if plan.zero == 3 else 1))
-        kept, rows = self._kept(), self._rows()
-        places = rings(plan.schedule, plan.pipe, self.microbatches, plan.virtual_stages)
-        stream = costs.stream(plan) // (plan.tensor if plan.sequence_parallel else 1)
-        chunk = min(costs.tokens(plan), max(1, CHUNK_LOGITS // self._vocab()))
-        messages = (places.inbox_forward + places.inbox_backward + places.heads) * stream
-        working = 2 * self._inside() + 6 * costs.block_weights // plan.tensor
+        blocks, ends = self._entries()
+        all_of_it = blocks + ends
+        rest = all_of_it // (plan.fsdp * (plan.data if plan.zero else 1))
+        accumulated = plan.fsdp * (plan.data if plan.zero >= 2 else 1)
+        used = plan.fsdp * (plan.data if plan.zero == 3 else 1)
+        element, part = costs.kernels.bytes, plan.virtual_stages
+        weights = element * (all_of_it // used + (blocks // part if part > 1 else 0))  # a part's rows are a copy
+        whole_ends = element * ends if used > 1 else 0  # gathered
+        # gradients go through the backward's scan, which reads them and writes new ones
+        added = 4 * blocks // accumulated if self.microbatches > 1 else 0
+        backward, head = added + self._inside(), 6 * self._chunk() * self._vocab() + 3 * self._stream()
+        at_head = head > backward
         return Memory(
-            parameters=4 * rest + costs.kernels.bytes * used,
-            gradients=4 * accumulated,
+            parameters=4 * rest + weights + whole_ends,
+            gradients=4 * (all_of_it // accumulated) + (0 if at_head else added),
             optimizer=8 * rest,
-            activations=rows * kept * (1 if plan.pipe == 1 else places.residuals + 2),
-            logits=10 * chunk * self._vocab() + 8 * self._vocab() * costs.model.width,
-            buffers=working + messages + 8 * self.microbatches * costs.tokens(plan),
+            activations=self._activations(),
+            logits=4 * ends + (head if at_head else 0),
+            buffers=(0 if at_head else self._inside()) + self._messages() + 8 * self.microbatches * costs.tokens(plan),
         )
 
+    def _stream(self) -> int:
+        """Bytes of a microbatch's residual stream as it lies between blocks."""
+        return self.costs.stream(self.plan) // (self.plan.tensor if self.plan.sequence_parallel else 1)
+
     def _vocab(self) -> int:
+        """Rows of the table on one device."""
         return self.costs.model.padded_vocab // (self.plan.tensor * self.plan.pipe)
+
+    def _chunk(self) -> int:
+        """Tokens whose logits are made at once."""
+        return min(self.costs.tokens(self.plan), max(1, CHUNK_LOGITS // self._vocab()))
 
     def _rows(self) -> int:
         """Blocks of a part."""
@@ -104,26 +122,49 @@ class _Compiled:
         return -(-self.costs.model.layers // (self.plan.pipe * self.plan.virtual_stages))
 
     def _entries(self) -> tuple[int, int]:
-        """Of blocks and tables on one device, before FSDP and ZeRO."""
+        """Of blocks and ends on one device, before FSDP and ZeRO."""
         plan, costs = self.plan, self.costs
         blocks = self._rows() * plan.virtual_stages * costs.block_weights // plan.tensor
-        return blocks, costs.tables // (plan.tensor * plan.pipe)
+        return blocks, costs.tables // (plan.tensor * plan.pipe) + costs.places
+
+    def _activations(self) -> int:
+        """What blocks keep for their backward: of one microbatch; in a pipeline in its ring, and once more of the
+        microbatch that has just run forward."""
+        kept = self._rows() * self._kept()
+        if self.plan.pipe == 1:
+            return kept
+        return kept * (self._rings().residuals + 1)
+
+    def _rings(self) -> Rings:
+        return rings(self.plan.schedule, self.plan.pipe, self.microbatches, self.plan.virtual_stages)
+
+    def _messages(self) -> int:
+        """Rings of what goes between stages and parts of the backward, and of the head's gradients."""
+        found = self._rings()
+        between = found.splits + 1 if found.splits else 0
+        streams = (found.inbox_forward + found.inbox_backward + found.heads) * self._stream()
+        return streams + between * self._rows() * BETWEEN * self._width(1.0)
+
+    def _width(self, split: float) -> int:
+        """Bytes of an array of [tokens, width], of which a share lies split over tensor and the rest as the stream."""
+        return round((1 - split) * self._stream() + split * self.costs.stream(self.plan) / self.plan.tensor)
 
     def _kept(self) -> int:
-        """Bytes that one block hands from forward to backward, for one microbatch."""
+        """Bytes that one block hands from forward to backward, for one microbatch. none: input, both norms' results and
+        the first sum; queries, keys, values, attention's output; the feed-forward layer's inside before and after its
+        activation. selective: the products' results and the first sum beside the input. full: the input."""
         plan, costs, model = self.plan, self.costs, self.costs.model
-        element, tokens, t = costs.kernels.bytes, costs.tokens(plan), plan.tensor
-        stream = element * tokens * model.width // (t if plan.sequence_parallel else 1)
+        element, tokens, t, stream = costs.kernels.bytes, costs.tokens(plan), plan.tensor, self._stream()
         if plan.recompute == "full":
             return stream
-        qkv = (model.heads // t + 2 * costs.kv_heads(t)) * model.head
-        out, branches = model.heads // t * model.head, 2 if model.gated else 1
-        inside = qkv + out + branches * model.mlp // t
+        heads, branches = model.heads // t * model.head, 2 if model.gated else 1
+        qkv = heads + 2 * costs.kv_heads(t) * model.head
+        inside = element * tokens * (qkv + heads + branches * model.mlp // t)
         if plan.recompute == "selective":
-            return 2 * stream + element * tokens * inside
-        return 5 * stream + element * tokens * (inside + model.mlp // t)
+            return 2 * stream + inside
+        return 4 * stream + inside + element * tokens * model.mlp // t + 4 * tokens * (model.heads // t + 4)
 
     def _inside(self) -> int:
-        """Bytes of a block's arrays while its backward runs, about."""
-        plan, costs, model = self.plan, self.costs, self.costs.model
-        return 5 * costs.stream(plan) + costs.kernels.bytes * costs.tokens(plan) * 3 * model.mlp // plan.tensor
+        """Bytes of a block's arrays while its backward runs, and of its weights' gradients."""
+        gradients = 4 * self.costs.block_weights // self.plan.tensor
+        return INSIDE[self.plan.recompute] * self._width(0.75) + gradients // 3

@@ -128,7 +128,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """All of it."""
-        return sum(dataclasses.astuple(self))
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class Estimate:
         """Hardware FLOPs / (time x peak x devices)."""
         return self.hardware_tflops * 1e12 / self.peak_flops
 
-    def days(self, tokens: float) -> float:
+    def days(self, tokens: float | int) -> float:
         """Days that training on so many tokens takes."""
         return tokens / self.tokens_per_second / 86400
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxgpt.planner.cost import Costs, over_context, over_tensor, over_weights, seen
 from jaxgpt.planner.links import Group, group
 from jaxgpt.planner.plan import Plan, Time
-from jaxgpt.planner.ticks import ticks, zero_bubble_slots
+from jaxgpt.planner.ticks import table_time, ticks
 
 Axes = tuple[str, ...]
 
@@ -35,7 +35,11 @@ class _Step:
     microbatches: int
 
     def group(self, *axes: str) -> Group:
-        return group(self.costs.hardware, self.plan.sizes, axes)
+        plan, known = self.plan, self.costs.groups
+        key = axes, plan.pipe, plan.data, plan.fsdp, plan.context, plan.tensor
+        if key not in known:
+            known[key] = group(self.costs.hardware, plan.sizes, axes)
+        return known[key]
 
     def time(self) -> Time:
         """All parts. What is computed counts as if blocks were shared evenly by the stages; all that a stage waits
@@ -89,13 +93,8 @@ class _Step:
         plan, m, p, v = self.plan, self.microbatches, self.plan.pipe, self.plan.virtual_stages
         layers = self.costs.model.layers
         if self.costs.practice.shared_ends or p == 1:
-            longest = self._longest()
-            meetings = m * ends
-            if plan.schedule == "zero-bubble" and p > 1:
-                lengths = (longest * block.forward, longest * block.to_input, longest * block.to_weights)
-                slots = zero_bubble_slots(p, m)
-                return meetings + sum(n * max(lengths[i] for i in kinds) for kinds, n in slots.items())
-            return meetings + (m * v + p - 1) * longest * (block.forward + block.backward)
+            lengths = (self._longest() * each for each in (block.forward, block.to_input, block.to_weights))
+            return m * ends + table_time(plan.schedule, p, m, v, *lengths)
         # stages on their own: the slowest is never idle but while the first microbatch passes through the others
         stage = layers / p * (block.forward + block.backward)
         slowest = self._longest() * v * (block.forward + block.backward) + ends
@@ -126,15 +125,16 @@ class _Step:
         """By axis, of lookup, head and their gradients: sums over tensor, and over pipe where all stages share them;
         gathers of the tables and scattering sums of their gradients, in every tick."""
         plan, ways, m, costs = self.plan, self.costs.practice, self.microbatches, self.costs
-        stream = costs.stream(plan)
-        tensor, sent = self.group("tensor"), {}
+        stream, tensor, pipe = costs.stream(plan), self.group("tensor"), self.group("pipe")
+        met, sent = ways.shared_ends and plan.pipe > 1, {}
         if plan.sequence_parallel:
             sent["tensor"] = m * 5 * tensor.all_gather(stream)
+            if met:
+                sent["pipe"] = m * 4 * pipe.all_reduce(stream / plan.tensor)
+        elif met:  # the lookup and the head's gradient are sums over both
+            sent["pipe"] = m * 2 * (self.group("pipe", "tensor").all_reduce(stream) + pipe.all_reduce(stream))
         else:
             sent["tensor"] = m * 2 * tensor.all_reduce(stream)
-        if ways.shared_ends and plan.pipe > 1:
-            met = stream / (plan.tensor if plan.sequence_parallel else 1)
-            sent["pipe"] = m * 4 * self.group("pipe").all_reduce(met)
         used, accumulated = self._split_axes()
         if accumulated:
             turns = ticks(plan.schedule, plan.pipe, m, plan.virtual_stages)
@@ -145,11 +145,11 @@ class _Step:
         return sent
 
     def _weights_here(self) -> tuple[float, float]:
-        """Entries of blocks and of tables on one device, before ZeRO."""
+        """Entries of blocks and of the ends' tables on one device, before FSDP and ZeRO."""
         plan, costs = self.plan, self.costs
         shared = plan.pipe if costs.practice.shared_ends else 1
         blocks = self._longest() * plan.virtual_stages * costs.block_weights / plan.tensor
-        return blocks, costs.tables / (plan.tensor * shared)
+        return blocks, costs.tables / (plan.tensor * shared) + costs.places
 
     def _reductions(self) -> dict[str, float]:
         """By axis, once a step: gradients summed over what they are not accumulated over split, and with ZeRO 1 and 2
@@ -172,6 +172,8 @@ class _Step:
         table = tables / (blocks + tables)
         last, rest = reduced * table, reduced * (1 - table)
         sent["data" if plan.data > 1 else "context"] = last + seen(rest, ways.hidden_gradients * layers * work.backward)
+        if ways.shared_ends and plan.pipe > 1:  # what all stages hold whole
+            sent["pipe"] = self.group("pipe").all_reduce(ways.gradient_bytes * costs.places / plan.fsdp)
         if plan.zero in (1, 2):
             gathered = self.group("data").all_gather(costs.kernels.bytes * (blocks + tables))
             sent["data"] = sent.get("data", 0.0) + seen(gathered, ways.hidden_gradients * layers * work.forward)

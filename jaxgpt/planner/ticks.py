@@ -28,6 +28,17 @@ def ticks(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> int
     return m + 2 * (p - 1)
 
 
+def table_time(
+    schedule: str, stages: int, microbatches: int, chunks: int, f: float, b: float, w: float
+) -> float:
+    """Time of the table where a chunk's forward takes f, and its backward b towards the input and w towards the weights:
+    every slot lasts as long as its longest stage's operation, as in pipeline.checker."""
+    p, m, v = stages, microbatches, chunks
+    if schedule == "zero-bubble" and p > 1:
+        return sum(n * max((f, b, w)[kind] for kind in kinds) for kinds, n in zero_bubble_slots(p, m).items())
+    return (m * v + p - 1) * (f + b + w)
+
+
 @functools.lru_cache(maxsize=4096)
 def zero_bubble_slots(stages: int, microbatches: int) -> Mapping[frozenset[int], int]:
     """Ticks of the zero-bubble table by what its stages run in them: 0 forward, 1 backward towards the input, 2 towards
@@ -65,9 +76,9 @@ def rings(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Rin
     if p == 1:
         return Rings(0, 0, 0, 0, 0)
     if schedule == "gpipe":
-        return Rings(m + 1, 0, 2, 2, m)
+        return Rings(m + 1, 0, 1, 1, m)
     if schedule == "interleaved":
-        return Rings((v + 1) * p - 1, 0, p, p, 1)
+        return Rings(min(m * v + 1, (v + 1) * p - 1), 0, 1, 1, 1)
     if schedule == "zero-bubble":
-        return Rings(min(m, p) + 1, p + 1, 2, 2, 2)
+        return Rings(min(m, p) + 1, min(m, p), min(m, 2), 2 if m > p else 1, 1)
     return Rings(min(m + 1, 2 * p - 1), 0, 1, 1, 1)
