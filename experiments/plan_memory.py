@@ -111,7 +111,13 @@ def predicted(config: RunConfig) -> Row:
     """The model's, by kind."""
     plan = Plan.of(config, mesh.parse(config.mesh), GPU)
     found = estimate(config.model, plan, find(GPU), config.global_batch)
-    return {"predicted": found.peak_bytes, "kinds": dataclasses.asdict(found.memory), "fits": found.fits}
+    return {
+        "predicted": found.peak_bytes,
+        "kinds": dataclasses.asdict(found.memory),
+        "fits": found.fits,
+        "choices": plan.to_json(),
+        "batch": config.global_batch,
+    }
 
 
 def compared(config: RunConfig, held: Row) -> Row:
@@ -138,7 +144,7 @@ def main() -> int:
             held = compiled(config)
             print(f"compiled in {time.monotonic() - began:.0f} s:", end=" ")
             jax.clear_caches()
-        known[name] = {"plan": name, **compared(config, held)}
+        known[name] = {"plan": name, "model": name.split()[0], **compared(config, held)}
         _print(known[name])
         _keep(list(known.values()))
     return _judged(list(known.values()))

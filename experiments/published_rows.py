@@ -3,9 +3,9 @@
     python experiments/published_rows.py
 
 Three tables of the folder `published`, each with its source in its first line. One set of constants a chip
-(planner/hardware.toml); of those only `products` is fitted, to one or two rows a chip (FITTED). How each program differs
-from jaxgpt is said in planner/practice.py. Where a table leaves microbatch, virtual stages and recomputation open, the
-best of them that fits is taken. Computes for a second.
+(planner/hardware.toml); of those only `products` is fitted, to one or two rows a chip (FITTED). How each program
+differs from jaxgpt is said in planner/practice.py. Where a table leaves microbatch, virtual stages and recomputation
+open, the best of them that fits is taken. Computes for a second.
 """
 
 import argparse
@@ -53,9 +53,7 @@ def _number(text: str) -> Any:
 
 
 def gpt(row: Row, seq: int, vocab: int, tied: bool = True) -> ModelConfig:
-    return ModelConfig(
-        layers=row["layers"], width=row["width"], heads=row["heads"], seq=seq, vocab=vocab, tied=tied
-    )
+    return ModelConfig(layers=row["layers"], width=row["width"], heads=row["heads"], seq=seq, vocab=vocab, tied=tied)
 
 
 def sc21(row: Row) -> Estimate:
@@ -78,9 +76,7 @@ def sc21(row: Row) -> Estimate:
 def h100(row: Row) -> Estimate:
     """Of the best plan over what is not published, among those that fit."""
     model, batch = gpt(row, 4096, 131072, tied=False), row["global_batch"]
-    found = [
-        estimate(model, plan, find("h100"), batch, MEGATRON_2026) for plan in _open(row, model.layers, batch)
-    ]
+    found = [estimate(model, plan, find("h100"), batch, MEGATRON_2026) for plan in _open(row, model.layers, batch)]
     return min((each for each in found if each.fits), key=lambda each: each.step_seconds)
 
 

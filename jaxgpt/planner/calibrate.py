@@ -50,7 +50,10 @@ def calibrated(hardware: Hardware, devices: Sequence[Any], dtype: Dtype) -> Hard
     peak = max(hardware.peak(dtype), products)
     bandwidth = max(hardware.bandwidth, memory)
     reached = dataclasses.replace(
-        hardware.efficiency, products=products / peak, memory=memory / bandwidth, attention=_attention(hardware, products)
+        hardware.efficiency,
+        products=products / peak,
+        memory=memory / bandwidth,
+        attention=_attention(hardware, products),
     )
     found = dataclasses.replace(
         hardware,
@@ -61,10 +64,10 @@ def calibrated(hardware: Hardware, devices: Sequence[Any], dtype: Dtype) -> Hard
     )
     if len(devices) == 1:
         return found
-    link = "inside" if len({device.process_index for device in devices}) == 1 else "between"
-    return dataclasses.replace(
-        found, **{link: measure.link()}, efficiency=dataclasses.replace(reached, **{link: 1.0})
-    )
+    link = measure.link()
+    if len({device.process_index for device in devices}) == 1:
+        return dataclasses.replace(found, inside=link, efficiency=dataclasses.replace(reached, inside=1.0))
+    return dataclasses.replace(found, between=link, efficiency=dataclasses.replace(reached, between=1.0))
 
 
 def _attention(hardware: Hardware, products: float) -> float:

@@ -23,8 +23,8 @@ FORWARD_KERNELS = 16
 BACKWARD_ATTENTION = 2.5
 """FLOPs of the fused attention's backward over its forward's: five products for two, as the scores are made again."""
 CONTENTION = 0.15
-"""Share of a hidden collective's time by which it holds up what it hides under: the multiprocessors that it takes, 16 to
-32 channels of NCCL on 108 to 132 of them."""
+"""Share of a hidden collective's time by which it holds up what it hides under: the multiprocessors that it takes, 16
+to 32 channels of NCCL on 108 to 132 of them."""
 ENDS_PASSES = 12
 """Passes over the stream by lookup, final norm, and their backwards."""
 
@@ -93,6 +93,11 @@ class Costs:
     def tables(self) -> int:
         """Entries of the tables as wide as the vocabulary, the head's among them where it is not the embedding."""
         return self.model.padded_vocab * self.model.width * (1 if self.model.tied else 2)
+
+    @functools.cached_property
+    def flops_per_token(self) -> float:
+        """The model's (planner.flops)."""
+        return flops.flops_per_token(self.model)
 
     @functools.cached_property
     def places(self) -> int:
@@ -201,9 +206,9 @@ def seen(seconds: float, window: float) -> float:
 
 
 def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
-    """A block's exposed communication over tensor, forward and backward, by Megatron's splits: a sum of the stream after
-    each pair of products (arXiv 1909.08053); with sequence parallelism a gather and a scattering sum in its place, and a
-    gather more for the weights' gradients (arXiv 2205.05198)."""
+    """A block's exposed communication over tensor, forward and backward, by Megatron's splits: a sum of the stream
+    after each pair of products (arXiv 1909.08053); with sequence parallelism a gather and a scattering sum in its
+    place, and a gather more for the weights' gradients (arXiv 2205.05198)."""
     ways, stream, full = costs.practice, costs.stream(plan), plan.recompute == "full"
     if plan.sequence_parallel:
         again = (4 if ways.repeats_all else 1) if full else 0
@@ -216,8 +221,8 @@ def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
 
 
 def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[float, float]:
-    """A block's exposed communication over context: keys and values round a ring, or gathered. Backward, keys and values
-    again, and their gradients in fp32. A ring's messages can hide under attention, turn by turn."""
+    """A block's exposed communication over context: keys and values round a ring, or gathered. Backward, keys and
+    values again, and their gradients in fp32. A ring's messages can hide under attention, turn by turn."""
     n = plan.context
     kv = 2 * costs.kernels.bytes * costs.tokens(plan) * costs.kv_heads(plan.tensor) * costs.model.head
     if plan.context_attention == "gather":

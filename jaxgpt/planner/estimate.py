@@ -7,7 +7,7 @@ A call takes some ten microseconds to a hundred, so that a search can ask for ev
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.planner.cost import costs
-from jaxgpt.planner.flops import flops_per_token, recomputed_per_token
+from jaxgpt.planner.flops import recomputed_per_token
 from jaxgpt.planner.hardware import Dtype, Hardware
 from jaxgpt.planner.memory import fits, peak_memory
 from jaxgpt.planner.plan import Estimate, Plan
@@ -31,7 +31,7 @@ def estimate(
     found = costs(model, hardware, practice, dtype)
     memory = peak_memory(found, plan, global_batch)
     tokens = global_batch * model.seq
-    flops = tokens * flops_per_token(model)
+    flops = tokens * found.flops_per_token
     return Estimate(
         plan=plan,
         model=model,

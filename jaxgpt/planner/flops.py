@@ -34,8 +34,8 @@ def flops_per_token(model: ModelConfig) -> float:
 
 
 def recomputed_per_token(model: ModelConfig, recompute: Recompute) -> float:
-    """FLOPs of one token that recomputation adds in jaxgpt: with full, a block's forward without its last product, whose
-    result its backward does not need; with selective, attention's own."""
+    """FLOPs of one token that recomputation adds in jaxgpt: with full, a block's forward without its last product,
+    whose result its backward does not need; with selective, attention's own."""
     attention = 4.0 * model.layers * model.heads * model.head * keys(model)
     if recompute == "none":
         return 0.0

@@ -69,6 +69,10 @@ class Hardware:
     efficiency: Efficiency
     pairwise: bool = False
 
+    def __hash__(self) -> int:
+        """Of the name alone: a search asks for it thousands of times."""
+        return hash(self.name)
+
     def peak(self, dtype: Dtype) -> float:
         """FLOP/s of one device."""
         return 1e12 * float(getattr(self.tflops, dtype))

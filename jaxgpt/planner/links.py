@@ -62,15 +62,19 @@ class Group:
         return 0.0 if self.size == 1 else nbytes / self.bandwidth + self._turn
 
 
+ALONE = Group(1, math.inf, 1, 0.0, 0.0)
+"""A device without others."""
+
+
 def group(hardware: Hardware, sizes: Mapping[str, int], axes: tuple[str, ...]) -> Group:
     """The devices along these axes together, which are neighbours in AXES or separated by axes that are whole.
 
     A group of axes that are not neighbours is taken to lie as its outermost does.
     """
     named = [axis for axis in AXES if axis in axes and sizes[axis] > 1]
+    if not named:
+        return ALONE
     size = math.prod(sizes[axis] for axis in named)
-    if size == 1:
-        return Group(1, math.inf, 1, 0.0, 0.0)
     innermost = named[-1]
     stride = math.prod(sizes[axis] for axis in AXES[AXES.index(innermost) + 1 :])
     return _laid(hardware, size, stride)

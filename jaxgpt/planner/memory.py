@@ -2,8 +2,8 @@
 
 State and gradients are counted from the table of parameters and the layout, activations from the arrays that a block
 hands from forward to backward, times the places that the schedule's table needs for them. What the compiler holds
-beside is counted as what the program visibly makes: a block's inside, a stage's activations on their way into and out of
-their ring, a chunk of logits, gathered weights.
+beside is counted as what the program visibly makes: a block's inside, a stage's activations on their way into their
+ring, a chunk of logits, gathered weights.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jaxgpt.planner.plan import Memory, Plan
 from jaxgpt.planner.practice import Held
 from jaxgpt.planner.ticks import Rings, rings
 
-MARGIN = 0.15
+MARGIN = 0.08
 """By how much a compiled program may need more than is predicted; `fits` allows for it."""
 CHUNK_LOGITS = 2**25
 """Logits held at once (model.vocabulary)."""
@@ -69,8 +69,8 @@ def _other(costs: Costs, plan: Plan, held: Held) -> Memory:
 INSIDE = {"none": 22, "selective": 22, "full": 18}
 """Arrays of [tokens, width] that a block's backward holds at its peak, by what it recomputes; read from the compiler's
 assignment of buffers."""
-BETWEEN = 16
-"""The same, of what the first part of a split backward hands to the second."""
+BETWEEN = {"none": 16, "selective": 22, "full": 26}
+"""The same, of what the first part of a split backward hands to the second: what is recomputed is among it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class _Compiled:
         whole_ends = element * ends if used > 1 else 0  # gathered
         # gradients go through the backward's scan, which reads them and writes new ones
         added = 4 * blocks // accumulated if self.microbatches > 1 else 0
-        backward, head = added + self._inside(), 6 * self._chunk() * self._vocab() + 3 * self._stream()
+        inside = self._inside(used > 1, accumulated > 1)
+        backward, head = added + inside, 6 * self._chunk() * self._vocab() + 3 * self._stream()
         at_head = head > backward
         return Memory(
             parameters=4 * rest + weights + whole_ends,
@@ -100,7 +101,7 @@ class _Compiled:
             optimizer=8 * rest,
             activations=self._activations(),
             logits=4 * ends + (head if at_head else 0),
-            buffers=(0 if at_head else self._inside()) + self._messages() + 8 * self.microbatches * costs.tokens(plan),
+            buffers=(0 if at_head else inside) + self._messages() + 8 * self.microbatches * costs.tokens(plan),
         )
 
     def _stream(self) -> int:
@@ -143,7 +144,7 @@ class _Compiled:
         found = self._rings()
         between = found.splits + 1 if found.splits else 0
         streams = (found.inbox_forward + found.inbox_backward + found.heads) * self._stream()
-        return streams + between * self._rows() * BETWEEN * self._width(1.0)
+        return streams + between * self._rows() * BETWEEN[self.plan.recompute] * self._width(1.0)
 
     def _width(self, split: float) -> int:
         """Bytes of an array of [tokens, width], of which a share lies split over tensor and the rest as the stream."""
@@ -164,7 +165,9 @@ class _Compiled:
             return 2 * stream + inside
         return 4 * stream + inside + element * tokens * model.mlp // t + 4 * tokens * (model.heads // t + 4)
 
-    def _inside(self) -> int:
-        """Bytes of a block's arrays while its backward runs, and of its weights' gradients."""
-        gradients = 4 * self.costs.block_weights // self.plan.tensor
-        return INSIDE[self.plan.recompute] * self._width(0.75) + gradients // 3
+    def _inside(self, gathered: bool, scattered: bool) -> int:
+        """Bytes of a block's arrays while its backward runs; of its weights, where they are gathered for it; and of its
+        weights' gradients: all of them where they are scattered together, else of a part at a time."""
+        weights = self.costs.block_weights // self.plan.tensor
+        held = (self.costs.kernels.bytes * weights if gathered else 0) + 4 * weights // (1 if scattered else 3)
+        return INSIDE[self.plan.recompute] * self._width(0.75) + held

@@ -72,9 +72,9 @@ class Plan:
         """The plan that a run's configuration says on a mesh of these sizes; the microbatch is what it would take."""
         said = config.context_attention
         form = ("gather" if sizes["pipe"] > 1 else "ring") if said == "auto" else said
-        chosen = {name: getattr(config, name) for name in CHOSEN}
-        chosen["micro_batch"] = micro_batch(config, sizes)
-        return Plan(**{axis: sizes[axis] for axis in AXES}, **chosen, context_attention=form, hardware=hardware)
+        chosen: dict[str, Any] = {name: getattr(config, name) for name in CHOSEN}
+        chosen |= {axis: sizes[axis] for axis in AXES} | {"micro_batch": micro_batch(config, sizes)}
+        return Plan(**chosen, context_attention=form, hardware=hardware)
 
     def apply(self, config: RunConfig) -> RunConfig:
         """The configuration with this plan in place of its own mesh and all that a plan says."""
@@ -103,7 +103,8 @@ class Plan:
             check_types(Plan, chosen)
             if not isinstance(fields["mesh"], str):
                 raise UserError(f"mesh {json.dumps(fields['mesh'])}: must be a text")
-            return Plan(**parse(fields["mesh"]), **chosen)
+            axes: dict[str, Any] = {**parse(fields["mesh"])}
+            return Plan(**chosen, **axes)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
 

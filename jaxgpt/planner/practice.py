@@ -10,8 +10,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Passes:
     """How often memory is read or written, in units of one array in 16 bits, by a block's element-wise work. stream: of
-    the residual stream, [tokens, width]; inside: of as much, but split over `tensor`; scores: of attention's, where they
-    are not fused."""
+    the residual stream, [tokens, width]; inside: of as much, but split over `tensor`; scores: of attention's, where
+    they are not fused."""
 
     stream: float
     inside: float
@@ -78,6 +78,10 @@ class Practice:
     """Share of the messages between stages that runs beside computation."""
     held: Held | None = None
     """None: what jaxgpt's compiled step holds."""
+
+    def __hash__(self) -> int:
+        """Of the name alone: a search asks for it thousands of times."""
+        return hash(self.name)
 
 
 JAXGPT = Practice(

@@ -1,4 +1,4 @@
-"""What a schedule's table comes to, without the table: ticks, slots, and places of the rings, as functions of its sizes.
+"""What a schedule's table comes to, without the table: ticks, slots, places of rings, as functions of its sizes.
 
 A search asks for thousands of plans, and a table of 64 stages and 512 microbatches takes a second to plan. Tests prove
 each function equal to the tables, and to the rings that pipeline.buffers plans for them.
@@ -28,11 +28,9 @@ def ticks(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> int
     return m + 2 * (p - 1)
 
 
-def table_time(
-    schedule: str, stages: int, microbatches: int, chunks: int, f: float, b: float, w: float
-) -> float:
-    """Time of the table where a chunk's forward takes f, and its backward b towards the input and w towards the weights:
-    every slot lasts as long as its longest stage's operation, as in pipeline.checker."""
+def table_time(schedule: str, stages: int, microbatches: int, chunks: int, f: float, b: float, w: float) -> float:
+    """Time of the table where a chunk's forward takes f, and its backward b towards the input and w towards the
+    weights: every slot lasts as long as its longest stage's operation, as in pipeline.checker."""
     p, m, v = stages, microbatches, chunks
     if schedule == "zero-bubble" and p > 1:
         return sum(n * max((f, b, w)[kind] for kind in kinds) for kinds, n in zero_bubble_slots(p, m).items())
