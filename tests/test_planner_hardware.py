@@ -82,6 +82,9 @@ def test_file_that_is_not_there(tmp_path):
 def test_present_devices():
     card = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", process_index=0)
     assert present([card] * 4).host == 4
-    assert present([SimpleNamespace(device_kind="cpu", process_index=0)]).name == "cpu"
+    virtual = SimpleNamespace(device_kind="cpu", process_index=0)
+    one, eight = present([virtual]), present([virtual] * 8)
+    assert one.name == "cpu"
+    assert one.memory // 8 == eight.memory  # shares of the same
     with pytest.raises(UserError, match="of the kind 'Abacus' are not in the table"):
         present([SimpleNamespace(device_kind="Abacus", process_index=0)])

@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -116,7 +117,8 @@ def find(name: str) -> Hardware:
 
 
 def present(devices: list[Any]) -> Hardware:
-    """The table's entry for devices that are there, with as many in a host as there are.
+    """The table's entry for devices that are there, with as many in a host as there are; virtual CPU devices each have
+    their share of the host's memory.
 
     Raises UserError where their kind is not in the table.
     """
@@ -127,7 +129,9 @@ def present(devices: list[Any]) -> Hardware:
         raise UserError(f"--hardware: devices of the kind {kind!r} are not in the table ({', '.join(table())}); {fix}")
     first = devices[0].process_index
     host = sum(device.process_index == first for device in devices)
-    return found if kind == "cpu" else dataclasses.replace(found, host=max(host, 1))
+    if kind != "cpu":
+        return dataclasses.replace(found, host=host)
+    return dataclasses.replace(found, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // host)
 
 
 # Files
