@@ -23,7 +23,7 @@ from jaxgpt.training.program import Program
 def plan(config: RunConfig, flags: PlanFlags, explicit: Collection[str]) -> int:
     """jaxgpt plan. Returns its exit status: 1 where the first plan does not fit."""
     require(flags.top >= 1, "--top", flags.top, "must be at least 1")
-    count = config.steps * config.global_batch * config.model.seq if flags.tokens is None else flags.tokens
+    count = float(config.steps * config.global_batch * config.model.seq) if flags.tokens is None else flags.tokens
     require(0 < count < math.inf, "--tokens", flags.tokens, "must be above 0 and finite")
     kept = {*explicit} if config.mesh != mesh.AUTO else {*explicit} - {"mesh"}
     hardware, devices = _devices(config, flags, "mesh" in kept)

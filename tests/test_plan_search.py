@@ -29,13 +29,13 @@ def every(of: Space) -> list[Estimate]:
 
 
 CASES = {
-    "room enough": space("gpt2-355m", "h100", 8, global_batch=16),
-    "little room": space("gpt3-6.7b", "a100-40gb", 8, global_batch=16),
-    "hosts of eight": space("gpt3-6.7b", "v100-16gb", 12, global_batch=24),
-    "on CPU": space("demo", "cpu", 8),
+    "room enough": space("gpt2-355m", "h100", 4, global_batch=8),
+    "little room": space("gpt3-6.7b", "a100-40gb", 4, global_batch=4),
+    "two hosts": space("gpt3-2.7b", "v100-16gb", 12, frozenset({"micro_batch"}), global_batch=12, micro_batch=1),
+    "on CPU": space("demo", "cpu", 4, global_batch=4),
     "one device": space("gpt2-124m", "h100", 1, global_batch=8),
-    "a pipeline": space("gpt3-2.7b", "a100-80gb", 16, frozenset({"mesh"}), mesh="pipe=8,data=2", global_batch=64),
-    "some pinned": space("gpt3-2.7b", "a100-40gb", 16, frozenset({"recompute", "micro_batch"}), global_batch=32),
+    "a pipeline": space("gpt3-2.7b", "a100-80gb", 16, frozenset({"mesh"}), mesh="pipe=8,data=2", global_batch=32),
+    "some pinned": space("gpt3-2.7b", "a100-40gb", 8, frozenset({"recompute", "micro_batch"}), global_batch=16),
 }
 
 
@@ -69,11 +69,10 @@ def test_it_says_the_same_each_time():
 
 
 def test_a_large_search_predicts_a_small_part():
-    of = space("megatron-1008b", "a100-80gb", 3072)
+    of = space("gpt3-6.7b", "a100-80gb", 32, global_batch=32)
     found = rank(of, find("a100-80gb"))
     assert found.fits
-    assert found.predicted < 30_000
-    assert found.predicted < found.legal / 2
+    assert found.predicted < found.legal / 5
 
 
 # None
@@ -104,11 +103,11 @@ def test_a_batch_that_no_plan_can_divide():
     one_token = dataclasses.replace(preset("gpt2-124m").model, heads=1, layers=1, seq=2, vocab=51)
     message = refused("gpt2-124m", "h100", 8, model=one_token, global_batch=3)
     assert "--global-batch 3: must be a multiple of data x fsdp" in message
-    assert "--global-batch 2" in changed(message) or "--global-batch 4" in changed(message)
+    assert changed(message) == ["--global-batch 8", "--devices 3"]
 
 
 def test_a_pin_that_leaves_nothing():
-    message = refused("gpt2-124m", "h100", 8, ("micro_batch", "schedule", "virtual_stages"), micro_batch=7)
+    message = refused("gpt2-124m", "h100", 2, ("micro_batch", "schedule", "virtual_stages"), micro_batch=7)
     assert "--micro-batch 7" in message
     assert "without --micro-batch 7" in changed(message)
 
@@ -119,18 +118,14 @@ def test_a_pinned_mesh_is_refused_as_train_refuses_it():
 
 
 def test_a_model_too_large_names_the_least_memory_and_changes_that_make_it_fit():
-    message = refused("gpt3-175b", "a100-80gb", 8)
-    assert message.startswith("--hardware a100-80gb: no plan fits 8: memory, ")
+    message = refused("gpt3-13b", "a100-80gb", 1, global_batch=8)
+    assert message.startswith("--hardware a100-80gb: no plan fits 1: memory, ")
     flags = dict(each.split() for each in changed(message))
-    more = search(preset("gpt3-175b"), find("a100-80gb"), int(flags["--devices"]))
-    assert more.fits
-    assert int(flags["--devices"]) in (16, 24, 32, 48, 64)
-
-
-def test_recomputation_that_is_pinned_away():
-    kept = ("recompute",)
-    message = refused("megatron-1008b", "a100-80gb", 256, kept, recompute="none")
-    assert "no plan fits" in message
+    config = dataclasses.replace(preset("gpt3-13b"), global_batch=8)
+    assert search(config, find("a100-80gb"), int(flags["--devices"])).fits
+    for fewer in range(2, int(flags["--devices"])):
+        with pytest.raises(UserError, match="no plan"):
+            search(config, find("a100-80gb"), fewer)
 
 
 def test_a_pinned_mesh_that_does_not_fit_is_told_all_the_same():

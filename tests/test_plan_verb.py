@@ -16,7 +16,7 @@ from jaxgpt.planner import absent
 from jaxgpt.planner.hardware import find
 from jaxgpt.sharding import mesh
 
-SMALL = "--preset gpt2-355m --devices 8 --hardware h100 --global-batch 16".split()
+SMALL = "--preset gpt2-355m --devices 4 --hardware h100 --global-batch 16".split()
 NUMBERS = (
     "step_seconds tokens_per_second model_tflops_per_device hardware_tflops_per_device mfu hfu peak_bytes "
     "capacity_bytes micro_batch virtual_stages zero days"
@@ -67,7 +67,7 @@ def test_tables_and_picture(capsys, tmp_path):
     picture = tmp_path / "plans.png"
     assert main(["plan", *SMALL, "--top", "2", "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
-    for text in ("354,823,168 parameters", "8 x h100", "MFU", "activations", "optimizer", "why the others"):
+    for text in ("354,823,168 parameters", "4 x h100", "MFU", "activations", "optimizer", "why the others"):
         assert text in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "is there already" in refused(capsys, "plan", *SMALL, "--picture", str(picture))
@@ -87,13 +87,13 @@ def test_a_presets_own_choices_are_not_kept(capsys):
     """They are what train does without a plan; here they are what is asked for."""
     base = presets.preset("gpt3-1.3b")
     assert base.micro_batch == 4
-    plans = told(capsys, "--preset", "gpt3-1.3b", "--devices", "8", "--hardware", "h100", "--top", "20")["plans"]
+    plans = told(capsys, "--preset", "gpt3-1.3b", "--mesh", "data=8", "--hardware", "h100", "--top", "20")["plans"]
     assert {each["micro_batch"] for each in plans} != {4}
 
 
 def test_a_shape_alone_is_a_gpts(capsys):
     shape = "--layers 40 --width 6144 --heads 48 --vocab 51200 --seq 2048 --global-batch 1024"
-    document = told(capsys, *shape.split(), "--devices", "256", "--hardware", "a100-80gb", "--top", "1")
+    document = told(capsys, *shape.split(), "--mesh", "pipe=2,data=16,tensor=8", "--hardware", "a100-80gb")
     model = presets.preset("megatron-7.5b").model
     assert document["model"] == dataclasses.asdict(
         dataclasses.replace(model, layers=40, width=6144, heads=48, head_width=None)
@@ -221,10 +221,10 @@ def test_a_broken_plan_file_is_named_in_one_line(capsys, file, change, says):
         ("--devices 8 --hardware h100 --tokens -3", "--tokens -3.0: must be above 0"),
         ("--devices 8 --hardware h100 --calibrate", "--calibrate with --hardware h100"),
         ("--devices 7 --hardware h100", "--devices 7: no plan is legal"),
-        ("--devices 8 --hardware h100 --micro-batch 7", "without --micro-batch 7"),
+        ("--devices 2 --hardware h100 --micro-batch 7", "without --micro-batch 7"),
         ("--devices 8 --hardware h100 --schedule 2f2b", "--schedule 2f2b: not allowed; give one of"),
         ("--mesh pipe=2 --virtual-stages 2 --schedule gpipe --hardware h100", "--virtual-stages 2: only --schedule"),
-        ("--devices 8 --hardware v100-16gb --preset gpt3-175b", "no plan fits 8: memory, "),
+        ("--devices 1 --hardware v100-16gb --preset gpt3-13b", "no plan fits 1: memory, "),
         ("--devices 8 --hardware v100-16gb --verify", "--verify: nothing is known that compiles for v100-16gb"),
         ("--preset none --devices 8", "--preset none: no such preset"),
     ],

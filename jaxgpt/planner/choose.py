@@ -52,7 +52,7 @@ def auto(config: RunConfig, devices: list[Any], kept: Collection[str] | None, co
         console.say("--mesh auto: measures the devices that are here")
     hardware = here(config, devices, measured)
     found = search(config, hardware, len(devices), set(FREE if kept is None else kept) - {"mesh"})
-    for title, rows in report.tables(found, config.steps * config.global_batch * config.model.seq):
+    for title, rows in report.tables(found, float(config.steps * config.global_batch * config.model.seq)):
         console.table(title, rows)
     first = found.plans[0]
     console.fallback(f"--mesh auto: {mesh.format_mesh(first.plan.sizes)}, {report.choices(first)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError
+from jaxgpt.planner import memory
 from jaxgpt.planner.hardware import Hardware, table
 from jaxgpt.planner.legal import FREE, Space
 from jaxgpt.planner.plan import Estimate
@@ -31,7 +32,8 @@ def legal(space: Space) -> UserError:
         except UserError as error:
             return error
     every = mesh.factorisations(space.devices)
-    nearest = min((list(mesh.complaints(plain, sizes)) for sizes in every), key=len)
+    said = [list(mesh.complaints(plain, sizes)) for sizes in every]
+    nearest = min(said, key=lambda each: (len(each), not each[:1] or not each[0].startswith("--global-batch")))
     fails = nearest[0] if nearest else "the schedule does not go with the microbatches"
     changes = [*_released(space), *_batches(space), *_neighbours(space)]
     fix = f"smallest change: {' or '.join(changes)}" if changes else "no single change makes one"
@@ -42,7 +44,7 @@ def fits(space: Space, hardware: Hardware, least: Estimate) -> UserError:
     """What to say where no plan fits. least: the one that needs least memory."""
     named = mesh.format_mesh(least.plan.sizes)
     needs = f"{size(least.peak_bytes)} a device of {size(least.capacity)}, on {named} at the least"
-    changes = [*_released(space, hardware), *_more(space, hardware), *_larger(space, hardware)]
+    changes = [*_released(space, hardware), *_more(space, hardware, least), *_larger(hardware, least)]
     fix = f"smallest change: {' or '.join(changes)}" if changes else "no single change makes one fit"
     return UserError(f"--hardware {hardware.name}: no plan fits {space.devices}: memory, {needs}; {fix}")
 
@@ -96,19 +98,23 @@ def _neighbours(space: Space) -> Iterator[str]:
             return
 
 
-def _more(space: Space, hardware: Hardware) -> Iterator[str]:
-    """The least multiple of the devices on which a plan fits."""
+def _more(space: Space, hardware: Hardware, least: Estimate) -> Iterator[str]:
+    """The least multiple of the devices on which a plan fits. No plan divides what all devices hold better than
+    evenly."""
     for times in MULTIPLES:
         more = times * space.devices
-        if "mesh" in space.free and more <= mesh.MOST_DEVICES and _works(replace(space, devices=more), hardware):
+        if "mesh" not in space.free or more > mesh.MOST_DEVICES:
+            return
+        if not memory.fits(least.peak_bytes // times, hardware):
+            continue
+        if _works(replace(space, devices=more), hardware):
             yield f"--devices {more}"
             return
 
 
-def _larger(space: Space, hardware: Hardware) -> Iterator[str]:
-    """The kind of device with the least memory in which a plan fits."""
+def _larger(hardware: Hardware, least: Estimate) -> Iterator[str]:
+    """The kind of device, as fast or faster, with the least memory in which a plan fits."""
     for other in sorted(table().values(), key=lambda each: each.memory):
-        better = other.memory > hardware.memory and other.peak("bf16") >= hardware.peak("bf16")
-        if better and _works(replace(space, hardware=other.name), other):
+        if other.peak("bf16") >= hardware.peak("bf16") and memory.fits(least.peak_bytes, other):
             yield f"--hardware {other.name}"
             return

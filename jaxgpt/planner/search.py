@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from jaxgpt.config import RunConfig
+from jaxgpt.planner.cost import costs
 from jaxgpt.planner.estimate import estimate
 from jaxgpt.planner.hardware import Dtype, Hardware
 from jaxgpt.planner.legal import Order, Space, Split
-from jaxgpt.planner.memory import fits
+from jaxgpt.planner.memory import fits, peak_memory
 from jaxgpt.planner.plan import Estimate, Plan
+from jaxgpt.planner.practice import JAXGPT
+from jaxgpt.planner.step import step_time
 from jaxgpt.sharding.mesh import Sizes
 
 Group = tuple[int, int, int, int]
@@ -88,6 +91,9 @@ class _Search:
     predicted: dict[Plan, Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        config = self.space.config
+        self.dtype = dtype_of(config, self.hardware)
+        self.costs = costs(config.model, self.hardware, JAXGPT, self.dtype)
         self.meshes = list(self.space.meshes())
         self.groups: dict[Group, list[Sizes]] = defaultdict(list)
         self.splits: dict[Group, list[tuple[Sizes, Split]]] = defaultdict(list)
@@ -113,7 +119,8 @@ class _Search:
         count = itertools.count()  # of equal floors the one that came first
         heap = [(floor, next(count), choice) for floor, choice in self._begin(fitting)]
         heapq.heapify(heap)
-        while heap and heap[0][0] <= _last(best, top):
+        last = float("inf")
+        while heap and heap[0][0] <= last:
             _, _, choice = heapq.heappop(heap)
             if choice.order is None:
                 for floor, each in self._refined(choice, fitting):
@@ -123,6 +130,7 @@ class _Search:
                 key = self._key(each.plan)
                 if key not in best or _rank(each) < _rank(best[key]):
                     best[key] = each
+                    last = _last(best, top)
         return sorted(best.values(), key=_rank)[:top]
 
     def _key(self, plan: Plan) -> object:
@@ -143,26 +151,26 @@ class _Search:
 
     def _floor(self, choice: _Choice, fitting: bool) -> Iterator[tuple[float, _Choice]]:
         """The choice with a time that none of its plans is below; nothing where none of them can fit."""
-        replicas = choice.group[-1]
+        replicas, batch = choice.group[-1], self.space.config.global_batch
         for again in range(choice.recompute, len(self.space.recomputations)):
-            memory = self._any(choice, again, data=1, fsdp=replicas).memory
+            memory = peak_memory(self.costs, self._any(choice, again, data=1, fsdp=replicas), batch)
             share = 2 if choice.order is None and choice.group[0] > 1 else 1
             held = memory.parameters + memory.gradients + memory.optimizer + memory.activations // share
             if fitting and not fits(held, self.hardware):
                 continue
-            time = self._any(choice, again, data=replicas, fsdp=1).time
+            time = step_time(self.costs, self._any(choice, again, data=replicas, fsdp=1), batch)
             floor = time.computation + sum(time.exposed.get(axis, 0.0) for axis in ("context", "tensor"))
             if choice.order is not None:
                 floor += time.bubble + time.exposed.get("pipe", 0.0)
             yield floor, replace(choice, recompute=again)
             return
 
-    def _any(self, choice: _Choice, again: int, data: int, fsdp: int) -> Estimate:
+    def _any(self, choice: _Choice, again: int, data: int, fsdp: int) -> Plan:
         """A plan of the choice with its replicas divided so, whether that is legal or not."""
         pipe, context, tensor, _ = choice.group
         sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
         order, split = choice.order or ("1f1b", 1), (0, choice.sequence_parallel)
-        return self._estimate(self.space.plan(sizes, order, choice.micro, split, self.space.recomputations[again]))
+        return self.space.plan(sizes, order, choice.micro, split, self.space.recomputations[again])
 
     def _members(self, choice: _Choice, fitting: bool) -> Iterator[Estimate]:
         """The plans of a choice: of those that differ in recomputation alone, the first that fits."""
@@ -180,8 +188,8 @@ class _Search:
     def _estimate(self, plan: Plan) -> Estimate:
         if plan not in self.predicted:
             config = self.space.config
-            dtype = dtype_of(config, self.hardware)
-            self.predicted[plan] = estimate(config.model, plan, self.hardware, config.global_batch, dtype=dtype)
+            batch = config.global_batch
+            self.predicted[plan] = estimate(config.model, plan, self.hardware, batch, JAXGPT, self.dtype)
         return self.predicted[plan]
 
     def smallest(self) -> list[Estimate]:
