@@ -77,6 +77,10 @@ PLANS: list[tuple[str, str, int, int, Settings]] = [
     (HUGE, "pipe=8,tensor=8", 1, 32, {"recompute": "full", "schedule": "interleaved", "virtual_stages": 3}),
     (HUGE, "fsdp=64,tensor=8", 1, 2, {"recompute": "full", "sequence_parallel": True}),
     (HUGE, "data=32,tensor=8", 1, 2, {"recompute": "full", "zero": 3}),
+    (LARGE, "pipe=6", 1, 12, {}),
+    (LARGE, "pipe=4,data=2", 1, 16, {"schedule": "gpipe", "recompute": "selective", "zero": 1}),
+    ("smollm2-135m", "data=8", 8, 2, {"zero": 1}),
+    ("smollm2-135m", "data=2,tensor=3", 8, 2, {"recompute": "selective"}),
 ]
 """Model, mesh, microbatch of a device, microbatches, and the rest."""
 
