@@ -1,5 +1,6 @@
 """The integer program: Megatron's split found, the optimum of brute force, and layouts that run as they say."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -20,8 +21,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import gpt
 from jaxgpt.model.parameters import parameters
 from jaxgpt.planner.auto.layout import Laid
-from jaxgpt.planner.auto.program import Node, Value, trace
-from jaxgpt.planner.auto.solve import Choice, Problem, Rates, solve
+from jaxgpt.planner.auto.program import Value, trace
+from jaxgpt.planner.auto.solve import Problem, Rates, solve
 from jaxgpt.sharding.hlo import collectives
 from jaxgpt.sharding.sbp import B, S, Signature
 
@@ -110,11 +111,18 @@ def test_a_block_is_split_as_megatron_does(batch: int) -> None:
 
 
 def test_forward_and_backward_are_split_as_megatron_does() -> None:
+    """The feed-forward half of a block, with the gradients of its weights and its input."""
     rng = np.random.default_rng(1)
-    weights, x, dy = block_weights(rng), *(jnp.asarray(rng.normal(size=(1, 16, 64)), jnp.float32) for _ in range(2))
+    weights = {n: w for n, w in block_weights(rng).items() if n.startswith(("norm2", "mlp"))}
+    x, dy = (jnp.asarray(rng.normal(size=(1, 16, 64)), jnp.float32) for _ in range(2))
+
+    def half(w: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+        centred = x - x.mean(-1, keepdims=True)
+        h = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * w["norm2.scale"] + w["norm2.bias"]
+        return x + jax.nn.gelu(h @ w["mlp.in.weight"] + w["mlp.in.bias"]) @ w["mlp.down.weight"] + w["mlp.down.bias"]
 
     def step(weights: Mapping[str, jax.Array], x: jax.Array, dy: jax.Array) -> Any:
-        y, back = jax.vjp(block, weights, x)
+        y, back = jax.vjp(half, weights, x)
         return y, *back(dy)
 
     whole = {"tensor": B}
@@ -129,12 +137,12 @@ def test_forward_and_backward_are_split_as_megatron_does() -> None:
         capacity=once(weights, TENSOR) + x.nbytes + dy.nbytes,
         hardware=RATES,
     )
-    for name, place in MATRICES.items():
-        assert laid.layouts[f"weights.{name}"]["tensor"] == place, name
-        assert laid.layouts[f"result.1.{name}"]["tensor"] == place, name
+    for name in ("mlp.in.weight", "mlp.down.weight"):
+        assert laid.layouts[f"weights.{name}"]["tensor"] == MATRICES[name]
+        assert laid.layouts[f"result.1.{name}"]["tensor"] == MATRICES[name]
     activations = BLOCK.seq * BLOCK.width * 4
-    assert laid.received <= 4 * 2 * activations * (TENSOR - 1) // TENSOR
-    assert laid.unknown == []
+    assert laid.received == 2 * 2 * activations * (TENSOR - 1) // TENSOR
+    assert laid.unknown == [] and laid.solution.exact
     agrees(laid, weights, x, dy)
 
 
@@ -143,6 +151,8 @@ def test_forward_and_backward_are_split_as_megatron_does() -> None:
 
 @pytest.mark.parametrize(("model", "sizes"), [(GPT, {"tensor": 2}), (LLAMA, {"data": 2, "tensor": 2})])
 def test_a_whole_model_with_its_gradients(model: ModelConfig, sizes: dict[str, int]) -> None:
+    """Whatever the solver has found in a few seconds is right."""
+    model = dataclasses.replace(model, layers=1)
     rng = np.random.default_rng(2)
     weights = {n: jnp.asarray(rng.normal(0, 0.1, p.shape), jnp.float32) for n, p in parameters(model).items()}
     tokens, targets = (jnp.asarray(rng.integers(0, model.vocab, (4, model.seq)), jnp.int32) for _ in range(2))
@@ -152,9 +162,8 @@ def test_a_whole_model_with_its_gradients(model: ModelConfig, sizes: dict[str, i
 
     nbytes = sum(w.nbytes for w in weights.values())
     capacity = 0.75 * nbytes + tokens.nbytes * 2
-    laid = auto_layout(
-        step, weights, tokens, targets, mesh=definition.mesh(sizes), tied={"result.1": "weights"}, capacity=capacity
-    )
+    mesh, tied = definition.mesh(sizes), {"result.1": "weights"}
+    laid = auto_layout(step, weights, tokens, targets, mesh=mesh, tied=tied, capacity=capacity, limit=5.0)
     assert laid.argument_bytes <= capacity
     agrees(laid, weights, tokens, targets)
 
@@ -185,7 +194,8 @@ def random_graph(seed: int) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
     arrays = [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(rng.integers(2, 4))]
     two: list[Callable[..., jax.Array]] = [lax.add, lax.mul, lax.dot, lax.dot]
     one: list[Callable[..., jax.Array]] = [lax.tanh, jnp.transpose, lambda x: x * 2.0]
-    operations = [(two[rng.integers(4)] if rng.random() < 0.7 else one[rng.integers(3)], rng.random(2)) for _ in range(3)]
+    picks = [(rng.random() < 0.7, rng.integers(4), rng.integers(3), rng.random(2)) for _ in range(3)]
+    operations = [(two[i] if both else one[j], which) for both, i, j, which in picks]
 
     def run(*given: jax.Array) -> jax.Array:
         values = list(given)
@@ -262,7 +272,11 @@ def test_what_has_no_rule_is_whole_and_said() -> None:
 
 def test_constants_and_results_that_are_arguments() -> None:
     table = jnp.arange(64.0).reshape(8, 8)
-    laid = auto_layout(lambda x, n: {"y": x @ table, "x": x, "one": 1.0, "n": n}, jnp.ones((4, 8)), 3, mesh=definition.mesh({"a": 2}))
+
+    def f(x: jax.Array, n: int) -> Any:
+        return {"y": x @ table, "x": x, "one": 1.0, "n": n}
+
+    laid = auto_layout(f, jnp.ones((4, 8)), 3, mesh=definition.mesh({"a": 2}))
     agrees(laid, jnp.ones((4, 8)), 3)
 
 

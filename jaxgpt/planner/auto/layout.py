@@ -1,8 +1,8 @@
 """auto_layout: the layout of any function on a mesh, chosen, told, and run.
 
-    laid = jaxgpt.auto_layout(loss_and_gradients, weights, batch, mesh=mesh, capacity=2e9)
-    print(laid)                    # where everything lies, every collective and what it costs
-    loss, gradients = laid(weights, batch)
+laid = jaxgpt.auto_layout(loss_and_gradients, weights, batch, mesh=mesh, capacity=2e9)
+print(laid)                    # where everything lies, every collective and what it costs
+loss, gradients = laid(weights, batch)
 """
 
 import fnmatch
@@ -37,6 +37,7 @@ def auto_layout(
     capacity: float = math.inf,
     price: float = 0.0,
     hardware: str | Rates = "h100",
+    limit: float = 60.0,
 ) -> "Laid":
     """The best layout of f on a mesh: of its arguments, its results, and every value between them.
 
@@ -46,6 +47,7 @@ def auto_layout(
     stand for all that they match, and a name for all that is inside. tied: name of a result -> name of an argument
     whose layout it must have, such as gradients and weights. capacity: most bytes of arguments on one device. price:
     seconds that one byte of them is worth. hardware: a name of hardware.toml or a file like it, or its rates.
+    limit: seconds after which the solver gives the best that it has found, for each time that it is asked.
 
     Raises UserError for a name that nothing has, a place that cannot be, and where no layout is left.
     """
@@ -63,6 +65,7 @@ def auto_layout(
         rates=_rates(hardware, example),
         capacity=capacity,
         price=price,
+        limit=limit,
         allowed=_allowed(_matched(fixed or {}, named, sizes)),
         tied=_pairs(tied or {}, named),
     )
@@ -128,7 +131,8 @@ class Laid:
     @property
     def boxes(self) -> list[Box]:
         """Every change of signature that communicates, in the order of the program."""
-        return [box for node in self.problem.program.nodes() for v in node.outputs for box in self.solution.boxes.get(v, ())]
+        values = [value for node in self.problem.program.nodes() for value in node.outputs]
+        return [box for value in values for box in self.solution.boxes.get(value, ())]
 
     @property
     def received(self) -> int:
@@ -166,7 +170,8 @@ class Laid:
             if count:
                 lines.append(f"{node.name}: all-reduce inside, {float(received):.0f} B x {node.times}")
         lines.append(f"{self.received} B received by a device, {self.argument_bytes} B of arguments on it")
-        lines.append(f"{self.seconds:.3g} s a call, {'the least of all layouts' if self.solution.exact else 'not proved to be the least'}")
+        proved = "the least of all layouts" if self.solution.exact else "not proved to be the least"
+        lines.append(f"{self.seconds:.3g} s a call, {proved}")
         if self.unknown:
             lines.append(f"computed whole on every device, having no rule: {', '.join(self.unknown)}")
         return "\n".join(lines)
@@ -240,10 +245,13 @@ def _pairs(tied: Mapping[str, str], named: Mapping[str, Node]) -> list[tuple[Nod
     """(argument, result) for every array inside of the names that are tied."""
     found = []
     for result, argument in tied.items():
-        inside = {n.removeprefix(result): node for n, node in named.items() if n == result or n.startswith(f"{result}.")}
+        inside = {
+            n.removeprefix(result): node for n, node in named.items() if n == result or n.startswith(f"{result}.")
+        }
         for rest, node in inside.items():
             if argument + rest not in named:
-                raise UserError(f"auto_layout tied {result!r}: {argument}{rest} is no argument; there are {', '.join(named)}")
+                there = ", ".join(named)
+                raise UserError(f"auto_layout tied {result!r}: {argument}{rest} is no argument; there are {there}")
             found.append((named[argument + rest], node))
         if not inside:
             raise UserError(f"auto_layout tied {result!r}: no result has that name; there are {', '.join(named)}")

@@ -21,7 +21,7 @@ from jaxgpt.planner.auto.rules import Rule
 from jaxgpt.sharding.jaxprs import inner, scan_of
 from jaxgpt.sharding.sbp import B, P, Place, S
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "remat")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 SAME = ("optimization_barrier", "name", "copy", "copy_p", "stop_gradient")
 """What hands its inputs on."""
 LAYOUTS = ("shard_map", "sharding_constraint", "reshard", "mesh_cast", "psum", "all_gather", "all_to_all", "ppermute")
@@ -41,6 +41,10 @@ class Value:
     def itemsize(self) -> int:
         """Bytes of an element."""
         return int(self.dtype.itemsize)
+
+    def slice(self) -> "Value":
+        """What one turn adds to it, if it is a stack."""
+        return Value(self.shape[1:], self.dtype, self.times, self.name)
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +121,7 @@ def trace(f: Callable[..., Any], example: Sequence[Any], names: Sequence[str]) -
     names: of the arguments' arrays, in the order of jax.tree.leaves.
     """
     structs = jax.tree.map(_struct, tuple(example))
+    closed: Any
     closed, results = jax.make_jaxpr(f, return_shape=True)(*structs)
     opened: Jaxpr = getattr(closed, "jaxpr", closed)  # jax 0.12 made the two one
     jaxpr = dce_jaxpr(opened, [True] * len(opened.outvars), True)[0]
@@ -195,7 +200,7 @@ class _Builder:
         found = rules.rules(equation)
         each = found or (rules.whole(equation),)
         known = found is not None or not inputs
-        node = Node(name, tuple(inputs), outputs, each, times, rules.flops(equation), equation, known)
+        node = Node(name, tuple(inputs), outputs, each, times, _flops(equation), equation, known)
         steps.append(node)
         return list(outputs)
 
@@ -206,7 +211,8 @@ class _Builder:
         (body, _), *_ = inner(equation)
         turns = times * scan.length
         environment = self.constants(equation.params["jaxpr"], turns)
-        parts = (inputs[: scan.consts], inputs[scan.consts : scan.consts + scan.carry], inputs[scan.consts + scan.carry :])
+        first = scan.consts + scan.carry
+        parts = (inputs[: scan.consts], inputs[scan.consts : first], inputs[first:])
         variables = iter(body.invars)
         loop = Loop(scan.length, equation.params["reverse"], [], [], [], [], [])
         for part, atoms, shift in zip((loop.consts, loop.carry, loop.xs), parts, (0, 0, 1), strict=True):
@@ -223,10 +229,20 @@ class _Builder:
             node.rules = tuple(Rule(rule.inputs * 2, rule.outputs * 2) for rule in node.rules)
         for var, atom in zip(equation.outvars[scan.carry :], out[scan.carry :], strict=True):
             stack = self.value(var.aval, times, "stack")
-            each = tuple(Rule((p,), (_shifted(p, 1),)) for p in places(atom if isinstance(atom, Value) else var.aval, True))
+            one = self.value(var.aval, 1, "").slice()
+            each = tuple(Rule((p,), (_shifted(p, 1),)) for p in places(one))
             loop.ys.append(Node("leave", (atom,), (stack,), each, turns))
         steps.append(loop)
         return [*(node.outputs[1] for node in loop.carry), *(node.outputs[0] for node in loop.ys)]
+
+
+def _flops(equation: Any) -> float:
+    """Multiplications and additions of a matrix product; 0 for the rest, which memory bounds."""
+    if equation.primitive.name != "dot_general":
+        return 0.0
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left, result = (aval.shape for aval in (equation.invars[0].aval, equation.outvars[0].aval))
+    return 2.0 * math.prod(result) * math.prod(left[d] for d in contracted)
 
 
 def _shifted(place: Place, by: int) -> Place:

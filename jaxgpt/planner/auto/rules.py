@@ -5,7 +5,6 @@ does: a dimension that is only carried along may be split, one that is summed ov
 is linear. A primitive that is not in the table has one rule, all B: every device computes the whole.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,19 +50,11 @@ def whole(equation: JaxprEqn) -> Rule:
     return Rule((B,) * len(equation.invars), (B,) * len(equation.outvars))
 
 
-def flops(equation: JaxprEqn) -> float:
-    """Multiplications and additions of a matrix product; 0 for the rest, which memory bounds."""
-    if equation.primitive.name != "dot_general":
-        return 0.0
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    inner = math.prod(_shape(equation.invars[0])[d] for d in contracted)
-    return 2.0 * math.prod(_shape(equation.outvars[0])) * inner
-
-
 def _numbers(equation: JaxprEqn, rule: Rule) -> bool:
     """Whether all that is P are floating-point numbers: a sum of integers or truths is not meant."""
-    atoms = zip((*equation.invars, *equation.outvars), (*rule.inputs, *rule.outputs), strict=True)
-    return all(place is not P or jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom, place in atoms)
+    avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+    places = zip(avals, (*rule.inputs, *rule.outputs), strict=True)
+    return all(place is not P or jnp.issubdtype(aval.dtype, jnp.inexact) for aval, place in places)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -100,10 +91,10 @@ def _dims(count: int) -> list[str]:
 # Element by element
 
 SCALED = ((0,),)
-NONLINEAR = """abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma eq erf erf_inv erfc exp exp2
-expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt max min ne nextafter not one_minus_square or
-polynomial population_count pow reduce_precision rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign
-sin sinh sqrt square tan tanh xor""".split()
+NONLINEAR = """abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma eq erf erf_inv erfc exp
+exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt max min ne nextafter not
+one_minus_square or polynomial population_count pow reduce_precision rem round rsqrt shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square tan tanh xor""".split()
 LINEAR = {
     "neg": SCALED,
     "div": SCALED,
@@ -126,7 +117,8 @@ def _elementwise(equation: JaxprEqn) -> Operator:
         linear = SCALED
     if name == "select_n":
         linear = (tuple(range(1, len(inputs))),)
-    return _operator(equation, inputs, output, whole=[dim for dims in inputs for dim in dims if dim[0] == "o"], linear=linear)
+    ones = [dim for dims in inputs for dim in dims if dim[0] == "o"]
+    return _operator(equation, inputs, output, whole=ones, linear=linear)
 
 
 def _spread(shape: tuple[int, ...], whole: tuple[int, ...], dims: list[str]) -> list[str]:
@@ -136,8 +128,8 @@ def _spread(shape: tuple[int, ...], whole: tuple[int, ...], dims: list[str]) -> 
 
 def _widens(equation: JaxprEqn) -> bool:
     """Whether a cast loses nothing, so that the sum of casts is the cast of the sum."""
-    old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-    return bool(jnp.promote_types(old, new) == new)
+    old: Any = equation.invars[0].aval
+    return bool(jnp.promote_types(old.dtype, equation.params["new_dtype"]) == equation.params["new_dtype"])
 
 
 # Products and reductions
@@ -317,7 +309,7 @@ def _gather(equation: JaxprEqn) -> Operator:
     array, indices, slices = indexed(equation)
     whole = _undivided(array)
     summed = [n for n in array if n[0] == "v"]
-    fills = equation.params["mode"] == GatherScatterMode.FILL_OR_DROP and equation.params["fill_value"] not in (None, 0)
+    fills = equation.params["mode"] == GatherScatterMode.FILL_OR_DROP and equation.params["fill_value"]
     linear = () if fills else SCALED  # a number would be filled in by each
     return _operator(equation, [array, indices], slices, summed=summed, whole=whole, linear=linear)
 
@@ -328,7 +320,8 @@ def _scatter_add(equation: JaxprEqn) -> Operator:
     whole = _undivided(array)
     summed = [n for n in indices if n[0] == "i"]
     found = _operator(equation, [array, indices, slices], array, summed=summed, whole=whole, linear=((0, 2),))
-    return replace(found, rules=tuple(replace(r, inputs=(P, *r.inputs[1:])) if r.output is P else r for r in found.rules))
+    each = [replace(r, inputs=(P, *r.inputs[1:])) if r.output is P else r for r in found.rules]
+    return replace(found, rules=tuple(each))
 
 
 PRIMITIVES: dict[str, Callable[[JaxprEqn], Operator | None]] = {

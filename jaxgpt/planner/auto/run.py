@@ -1,7 +1,7 @@
 """A program run as its solution says, by each device on its own parts: inside of a shard_map over all axes.
 
-Every collective is one of boxing's, or belongs to a rule (a maximum over parts), so that the compiled program moves what
-was predicted and nothing else.
+Every collective is one of boxing's, or belongs to a rule (a maximum over parts), so that the compiled program moves
+what was predicted and nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,9 @@ class _Scope:
     def get(self, atom: Atom, target: Signature) -> jax.Array:
         """An array in a signature: as it is at hand, or by a change that the solution counts, or a part of either."""
         if isinstance(atom, Literal):
-            return self.box(jnp.asarray(atom.val, atom.aval.dtype), jnp.shape(atom.val), Signature(), target)
+            aval: Any = atom.aval
+            array = jnp.asarray(atom.val, aval.dtype)
+            return self.box(array, array.shape, Signature(), target)
         held = self.arrays[atom]
         if target not in held:
             source = self._free(atom, list(held), target)
@@ -118,7 +120,8 @@ def evaluate(node: Node, choice: Choice, inputs: list[Any], sizes: Sizes) -> Seq
     """The parts of an equation's results."""
     equation = node.equation
     assert equation is not None
-    name, params = equation.primitive.name, dict(equation.primitive.get_bind_params(equation.params))
+    primitive: Any = equation.primitive
+    name, params = primitive.name, dict(primitive.get_bind_params(equation.params))
     shape = _part(node.outputs[0], choice.outputs[0], sizes) if node.outputs else ()
     match name:
         case "broadcast_in_dim" | "iota":
@@ -137,16 +140,22 @@ def evaluate(node: Node, choice: Choice, inputs: list[Any], sizes: Sizes) -> Seq
             inputs[1] = _shift(node, choice, inputs, params["mode"])[0]
             params["mode"] = GatherScatterMode.FILL_OR_DROP
     with jax.named_scope(name):
-        found = equation.primitive.bind(*inputs, **params)
+        results = _bound(node, inputs, params)
     if name == "iota":
-        axes = choice.outputs[0].split(params["dimension"])
-        return [found + (_index(axes) * shape[params["dimension"]]).astype(found.dtype)] if axes else [found]
-    results = list(found) if equation.primitive.multiple_results else [found]
+        axes, along = choice.outputs[0].split(params["dimension"]), params["dimension"]
+        return [result + (_index(axes) * shape[along]).astype(result.dtype) for result in results] if axes else results
     axes = tuple(axis for axis, rule in choice.rules.items() if rule.inside)
     if axes:
         over = lax.pmax if name == "reduce_max" else lax.pmin
         return [over(result, axes) for result in results]
     return results
+
+
+def _bound(node: Node, inputs: list[Any], params: dict[str, Any]) -> list[jax.Array]:
+    assert node.equation is not None
+    primitive: Any = node.equation.primitive
+    found = primitive.bind(*inputs, **params)
+    return list(found) if primitive.multiple_results else [found]
 
 
 def _part(value: Value, signature: Signature, sizes: Sizes) -> tuple[int, ...]:
@@ -201,9 +210,9 @@ def _gather(node: Node, choice: Choice, inputs: list[Any], params: dict[str, Any
     )
     axes = _chosen_axes(node, choice)
     if not axes:
-        return equation.primitive.bind(*inputs, **params)
+        return _bound(node, inputs, params)[0]
     index, mine, outside = _shift(node, choice, inputs, params["mode"])
-    found = equation.primitive.bind(inputs[0], index, **params | {"mode": GatherScatterMode.CLIP})
+    found = _bound(node, [inputs[0], index], params | {"mode": GatherScatterMode.CLIP})[0]
     spread = [d for d, name in enumerate(slices) if name in indices]
     over = [d for d in range(found.ndim) if d not in spread]
     mine, outside = jnp.expand_dims(mine, over), jnp.expand_dims(outside, over)
@@ -213,4 +222,3 @@ def _gather(node: Node, choice: Choice, inputs: list[Any], params: dict[str, Any
         first = _index(axes) == 0
         nothing = jnp.where(outside & first, fill, 0).astype(found.dtype)
     return jnp.where(mine, found, nothing).astype(found.dtype)
-

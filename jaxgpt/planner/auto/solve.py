@@ -4,8 +4,8 @@ What is minimized is one device's seconds:
 
 - for a node, its matrix product's operations over the peak rate, and the bytes of its results over the memory's
   bandwidth, each divided by the devices among which the rule divides the work: what is B is computed whole everywhere;
-- for a value, the bytes that boxing receives over the link's bandwidth and the link's delay for each collective. A value
-  is changed once for each signature in which it is wanted, whoever wants it; a part of what a device holds is free;
+- for a value, the bytes that boxing receives over the link's bandwidth and the link's delay for each collective. A
+  value is changed once for each signature in which it is wanted, whoever wants it; a part of what is held is free;
 - for an argument, its bytes on a device, where a price is set on them.
 
 One variable says that a node takes a choice, another that a value made in one signature is wanted in another. The
@@ -93,6 +93,8 @@ class Problem:
     """Most bytes of arguments on a device."""
     price: float = 0.0
     """Seconds for each byte of arguments on a device."""
+    limit: float = math.inf
+    """Seconds after which the solver gives the best that it has found."""
     allowed: Callable[[Node, Choice], bool] = lambda node, choice: True
     """Whether a node may take a choice, as far as the user has said."""
     tied: Sequence[tuple[Node, Node]] = ()
@@ -137,8 +139,8 @@ class Problem:
         axes, found = list(axes), []
         taken = dict(before.rules) if before else {}
         for combination in itertools.product(node.rules, repeat=len(axes)):
-            each = {axis: rule for axis, rule in (taken | dict(zip(axes, combination, strict=True))).items()}
-            each = {axis: each[axis] for axis in self.sizes if axis in each}
+            given = taken | dict(zip(axes, combination, strict=True))
+            each = {axis: given[axis] for axis in self.sizes if axis in given}
             inputs = [Signature({axis: r.inputs[i] for axis, r in each.items()}) for i in range(len(node.inputs))]
             outputs = [Signature({axis: r.outputs[i] for axis, r in each.items()}) for i in range(len(node.outputs))]
             choice = Choice(tuple(inputs), tuple(outputs), each)
@@ -168,8 +170,6 @@ class Solution:
 
 GAP = 1e-4
 """Relative difference from the optimum at which the solver stops."""
-LIMIT = 60.0
-"""Seconds after which it stops with the best that it has."""
 MOST = 10_000
 """Changes of values up to which all axes are chosen together."""
 
@@ -249,7 +249,7 @@ class _Integer:
                 box = boxes[source, target]
                 pairs[source, target] = self._box(box, 0) if box.kinds and not shared else self._add(0.0, 0)
                 if box.kinds and shared:
-                    ways = {shared[source, t]: -1.0 for t in targets if (source, t) in shared and not boxes[t, target].kinds}
+                    ways = {shared[p]: -1.0 for p in shared if p[0] == source and not boxes[p[1], target].kinds}
                     self.rows.append(({pairs[source, target]: 1.0, **ways}, -np.inf, 0.0))
             for side, columns in ((0, sources), (1, want)):
                 for signature, chosen in columns.items():
@@ -292,9 +292,11 @@ class _Integer:
             integrality=np.array(self.integral),
             bounds=Bounds(0, 1),
             constraints=limits,
-            options={"mip_rel_gap": GAP, "time_limit": LIMIT},
+            options={"mip_rel_gap": GAP, "time_limit": self.problem.limit},
         )
         if found.x is None:
+            if found.status == 1:
+                raise UserError(f"auto_layout: no layout was found in {self.problem.limit:g} s; raise the limit")
             if found.status != 2:
                 raise RuntimeError(f"the integer program's solver ended with: {found.message}")
             limit = self.problem.capacity
@@ -303,7 +305,7 @@ class _Integer:
         return self._read(found.x > 0.5, float(prices @ np.round(found.x)), found.status == 0)
 
     def _read(self, taken: np.ndarray, seconds: float, proved: bool) -> Solution:
-        chosen = {node: each[i] for node, each in self.choices.items() for i in range(len(each)) if taken[self.column[node, i]]}
+        chosen = {node: self.choices[node][i] for (node, i), column in self.column.items() if taken[column]}
         boxes: dict[Value, list[Box]] = defaultdict(list)
         for column, box in self.change.items():
             if taken[column]:
