@@ -146,7 +146,7 @@ def evaluate(node: Node, choice: Choice, inputs: list[Any], sizes: Sizes) -> Seq
         return [result + (_index(axes) * shape[along]).astype(result.dtype) for result in results] if axes else results
     axes = tuple(axis for axis, rule in choice.rules.items() if rule.inside)
     if axes:
-        over = lax.pmax if name == "reduce_max" else lax.pmin
+        over: Any = lax.pmax if name == "reduce_max" else lax.pmin
         return [over(result, axes) for result in results]
     return results
 
