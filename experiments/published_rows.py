@@ -3,7 +3,8 @@
     python experiments/published_rows.py
 
 Three tables of the folder `published`, each with its source in its first line. One set of constants a chip
-(planner/hardware.toml); of those only `products` is fitted, to one or two rows a chip (FITTED). How each program
+(planner/hardware.toml); of those `products` is fitted, to one or two rows a chip (FITTED), the others are round figures
+that were chosen with these tables in view, so that rows which are not among them are the better judge. How each program
 differs from jaxgpt is said in planner/practice.py. Where a table leaves microbatch, virtual stages and recomputation
 open, the best of them that fits is taken. Computes for a second.
 """
