@@ -1,8 +1,8 @@
 """What programs make of a plan, where they differ: so that one model can be held against what others have published.
 
 JAXGPT is what is planned for. The others say what is known of the programs behind published figures: passes over memory
-are counted from their kernels; shares that hide, and what OneFlow holds, are judged from what is written about them with
-the published tables in view.
+are counted from their kernels; shares that hide, and what OneFlow holds, are judged from what is written about them
+with the published tables in view.
 """
 
 from dataclasses import dataclass
