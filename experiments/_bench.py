@@ -27,6 +27,8 @@ class Sample:
     seconds: float
     others: float | None
     """Cores that other processes used meanwhile; None where the system does not tell."""
+    loss: float
+    """As the step returned it."""
 
     @property
     def quiet(self) -> bool:
@@ -80,7 +82,7 @@ class Contestant:
         answer = self._answer()
         after, took = _busy(), time.perf_counter() - began
         others = None if before is None or after is None else max(0.0, after - before - answer["cpu"]) / took
-        return Sample(answer["seconds"], others)
+        return Sample(answer["seconds"], others, answer["loss"])
 
     def close(self) -> None:
         """Ends the process."""

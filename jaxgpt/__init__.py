@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxgpt.config import ModelConfig, RunConfig
     from jaxgpt.errors import UserError
     from jaxgpt.loaded import Run, load
+    from jaxgpt.planner.auto.layout import auto_layout
     from jaxgpt.presets import preset
     from jaxgpt.sharding.boxing import to_sbp
     from jaxgpt.sharding.mesh import use_devices
@@ -29,6 +30,7 @@ _PLACES = {
     "S": "sharding.sbp",
     "Signature": "sharding.sbp",
     "UserError": "errors",
+    "auto_layout": "planner.auto.layout",
     "evaluate": "training.run",
     "load": "loaded",
     "preset": "presets",
@@ -39,7 +41,7 @@ _PLACES = {
 }
 
 __all__ = ["B", "ModelConfig", "P", "Run", "RunConfig", "S", "Signature", "UserError"]
-__all__ += ["evaluate", "load", "preset", "sbp", "to_sbp", "train", "use_devices"]
+__all__ += ["auto_layout", "evaluate", "load", "preset", "sbp", "to_sbp", "train", "use_devices"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,14 +4,11 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import TypeVar
 
-from jaxgpt import flags, presets
-from jaxgpt.arguments import given, nearest, parse
-from jaxgpt.config import RunConfig, uncut
+from jaxgpt import flags
+from jaxgpt.arguments import nearest, parse
 from jaxgpt.errors import UserError, require
+from jaxgpt.flags import configured
 
 HELP = """usage: jaxgpt VERB [flags]
 
@@ -20,45 +17,41 @@ HELP = """usage: jaxgpt VERB [flags]
   sample    text that a run writes
   check     one device against a mesh, array by array; takes train's flags
   explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
+  plan      the fastest meshes for hardware that need not be there, with time and memory; takes train's flags
 
-jaxgpt VERB --help lists a verb's flags with their defaults; for train, check and explain, those of --preset or of the
-run in --run."""
+jaxgpt VERB --help lists a verb's flags with their defaults; for train, check, explain and plan, those of --preset, of
+the run in --run or of the plan in --plan."""
 
 REFUSED_BY_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 """What the operating system says of a disk or folder that the user must mend."""
 
 
-F = TypeVar("F", bound=flags.TrainFlags)
-
-
-def configured(verb: str, kind: type[F], args: list[str]) -> tuple[RunConfig, F, frozenset[str], str]:
-    """What a verb with train's flags is told: the configuration, all flags, those of train's that were given, and the
-    name of the preset. Flags that are not given come from the run that --run names, if it exists, or --preset."""
-    texts = given(verb, kind, args)
-    run, preset = texts.get("run"), texts.get("preset")
-    stored = Path(run) / "config.json" if run and preset is None else None
-    preset = preset or "demo"
-    base = presets.stored(stored) if stored and stored.is_file() else presets.preset(preset)
-    chosen = parse(verb, kind, args, flags.defaults(kind, base, preset, Path(run) if run else None))
-    explicit = {field.name for field in fields(flags.TrainFlags)} & set(texts) - {"preset", "run"}
-    if stored and "mesh" in explicit and chosen.mesh != base.mesh:
-        base = replace(base, **uncut(explicit))
-    config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
-    return config, chosen, frozenset(explicit), Path(preset).name.removesuffix(".json")
-
-
 def train(args: list[str]) -> int:
     """Trains or resumes."""
-    config, chosen, explicit, name = configured("train", flags.TrainFlags, args)
+    told = configured("train", flags.TrainFlags, args)
 
     from jaxgpt.training import run as runs
 
-    return runs.train(config, chosen.run, explicit, name).status
+    return runs.train(told.config, told.flags.run, told.explicit, told.name).status
+
+
+def plan(args: list[str]) -> int:
+    """Ranks plans for hardware that need not be there; 1 where --verify finds that the first does not fit."""
+    told = configured("plan", flags.PlanFlags, args)
+    for flag, file in (("--picture", told.flags.picture), ("--save", told.flags.save)):
+        require(file is None or not file.exists(), flag, file, "is there already; give another name")
+    if told.flags.hardware is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # as in explain
+
+    from jaxgpt import planning
+
+    return planning.plan(told.config, told.flags, told.explicit)
 
 
 def explain(args: list[str]) -> int:
     """Says where everything lies on a mesh, what is kept and what is sent."""
-    config, chosen, _, _ = configured("explain", flags.ExplainFlags, args)
+    told = configured("explain", flags.ExplainFlags, args)
+    chosen = told.flags
     # Nothing is run on a device, and the GPUs' own start would ask for a driver.
     os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -68,7 +61,7 @@ def explain(args: list[str]) -> int:
         require(chosen.picture.suffix == ".png", "--picture", chosen.picture, "must end in .png")
         require(not chosen.picture.exists(), "--picture", chosen.picture, "is there already", "give another name")
         require(chosen.picture.parent.is_dir(), "--picture", chosen.picture, "must be in a folder that is there")
-    found = explaining.explain(config, chosen.compiled)
+    found = explaining.explain(told.config, chosen.compiled)
     if chosen.picture is not None:
         if found.pipeline is None:
             raise UserError(f"--picture {chosen.picture}: one stage has no schedule to draw; give --mesh a pipe axis")
@@ -105,11 +98,11 @@ def sample(args: list[str]) -> int:
 
 def check(args: list[str]) -> int:
     """Compares the first steps of what train would do on one device and on the mesh; 1 where they differ."""
-    config, chosen, explicit, _ = configured("check", flags.TrainFlags, args)
+    told = configured("check", flags.TrainFlags, args)
 
     from jaxgpt.training import check as checks
 
-    return checks.check(config, chosen.run, explicit).status
+    return checks.check(told.config, told.flags.run, told.explicit).status
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
@@ -118,6 +111,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "sample": sample,
     "check": check,
     "explain": explain,
+    "plan": plan,
 }
 
 

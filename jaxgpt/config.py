@@ -291,7 +291,7 @@ def from_json(text: str, name: str) -> RunConfig:
     try:
         fields = json.loads(text)
         fields["model"] = _model(fields["model"])
-        _check_types(RunConfig, fields)
+        check_types(RunConfig, fields)
         return RunConfig(**fields)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
@@ -299,7 +299,7 @@ def from_json(text: str, name: str) -> RunConfig:
         raise UserError(f"{name}: not a configuration of jaxgpt ({error})") from None
 
 
-def _check_types(kind: type, values: Mapping[str, Any]) -> None:
+def check_types(kind: type, values: Mapping[str, Any]) -> None:
     """Refuses a value that is not of its field's type: a file can say what a flag cannot. Raises UserError."""
     hints = get_type_hints(kind)
     for name, value in values.items():
@@ -329,9 +329,9 @@ def _said(hint: Any) -> str:
 
 def _model(fields: dict[str, Any]) -> ModelConfig:
     scaling = fields.get("rope_scaling")
-    _check_types(ModelConfig, fields)
+    check_types(ModelConfig, fields)
     if scaling:
-        _check_types(RopeScaling, scaling)
+        check_types(RopeScaling, scaling)
     return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 

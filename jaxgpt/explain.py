@@ -18,8 +18,8 @@ from typing import Any
 from jaxgpt.config import RunConfig
 from jaxgpt.planner import absent
 from jaxgpt.planner.pipeline import Pipeline
+from jaxgpt.planner.verify import Totals, compiled_totals
 from jaxgpt.sharding import mesh
-from jaxgpt.sharding.hlo import collectives
 from jaxgpt.sharding.ledger import Line, Total, ledger, totals
 from jaxgpt.sharding.ledger_memory import Kept, Loop, kept, outer_loops
 from jaxgpt.sharding.ledger_names import dimension_names
@@ -28,8 +28,6 @@ from jaxgpt.sharding.sbp import S, Signature
 from jaxgpt.training import overridden
 from jaxgpt.training.console import Console, Rows, size
 from jaxgpt.training.program import Program
-
-Totals = Mapping[tuple[str, Axes], Total]
 
 
 @dataclass(frozen=True)
@@ -150,12 +148,8 @@ def _said(found: Signature, dims: tuple[str, ...]) -> str:
 
 
 def _compiled(target: str, program: Program) -> Compiled:
-    held: dict[tuple[str, Axes], Total] = {}
-    for one in collectives(program.compiled.as_text()):
-        key = one.kind, one.axes(program.sizes)
-        held[key] = held.get(key, Total()).add(one.times, one.result, one.received)
     memory = program.compiled.memory_analysis()
-    return Compiled(target, held, memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    return Compiled(target, compiled_totals(program), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
 
 
 def _kept_sbp(one: Kept, names: tuple[str, ...]) -> str:

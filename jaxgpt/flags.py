@@ -4,16 +4,20 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
-from jaxgpt.arguments import nearest
-from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt import presets
+from jaxgpt.arguments import given, nearest, parse
+from jaxgpt.config import ModelConfig, RunConfig, uncut
 from jaxgpt.errors import UserError, require
 
 MODEL_FLAGS = ("layers", "width", "heads", "kv_heads", "vocab", "seq", "dropout", "attention_dropout")
 """Fields of ModelConfig that have a flag; every field of RunConfig has one."""
+
+_PLACES = {"preset", "run", "plan"}
+"""Flags of train that say where to begin, not what."""
 
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
 F = TypeVar("F", bound="TrainFlags")
@@ -27,6 +31,8 @@ class TrainFlags:
     """A named model and run, or a .json file with a configuration. The defaults below are its own."""
     run: Path | None = None
     """Folder of the run; if it exists, the run is resumed with its own configuration. Default: a new one in runs/."""
+    plan: Path | None = None
+    """A plan that jaxgpt plan --save wrote: its mesh and all that it chose; without --preset its model, too."""
     data: str
     """A text file, a folder, a pattern, or stdlib: the Python standard library's own source."""
     tokenizer: str
@@ -35,7 +41,8 @@ class TrainFlags:
     validation: float
     """Share of the tokens, at the end, kept for validation."""
     mesh: str
-    """Axes and sizes, such as data=2,fsdp=2,tensor=2; one may be -1; empty: all devices on data."""
+    """Axes and sizes, such as data=2,fsdp=2,tensor=2; one may be -1; empty: all devices on data; auto (train alone):
+    the fastest plan for the devices that are here."""
     steps: int
     """Optimizer steps."""
     seed: int
@@ -129,6 +136,37 @@ class ExplainFlags(TrainFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanFlags(TrainFlags):
+    """Ranks the plans of a model on hardware that need not be there: what each costs in time and memory, and why.
+
+    What is given of --mesh, --micro-batch, --schedule, --virtual-stages, --zero, --recompute and --sequence-parallel is
+    kept; the rest is searched for.
+    """
+
+    preset: str = "gpt3-125m"
+    """A named model, or a .json file with a configuration; a shape alone (--layers, --width, ...) changes GPT-3's."""
+    devices: int | None = None
+    """How many to plan for; None: those of --mesh, or those that are here."""
+    hardware: str | None = None
+    """A kind of device by name, or a file that describes one; None: the one that is here."""
+    calibrate: bool = False
+    """Measure the devices that are here first, rather than go by the table."""
+    tokens: float | None = None
+    """Tokens of the whole training, for its days; None: as many as --steps take."""
+    top: int = 5
+    """Plans told, the fastest first."""
+    json: bool = False
+    """Print JSON in place of tables."""
+    picture: Path | None = None
+    """Draw memory and time of the plans into this PNG file, which must not exist."""
+    save: Path | None = None
+    """Write the first plan into this file, which must not exist, for train --plan."""
+    verify: bool = False
+    """Compile the first plan's train step for the absent devices, and put what the compiler says in place of what was
+    predicted; exits with 1 where it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalFlags:
     """Loss, perplexity, bits per byte and tokens counted of a trained run."""
 
@@ -156,6 +194,43 @@ class SampleFlags:
     """The same seed writes the same text."""
     mesh: str = ""
     """Axes and sizes; empty: one device. Any mesh opens any run."""
+
+
+@dataclass(frozen=True)
+class Configured(Generic[F]):
+    """What a verb with train's flags is told."""
+
+    config: RunConfig
+    flags: F
+    explicit: frozenset[str]
+    """Fields of the configuration that were given, by a flag or a plan."""
+    name: str
+    """Of the preset."""
+
+
+def configured(verb: str, kind: type[F], args: list[str]) -> Configured[F]:
+    """Flags that are not given come from the plan that --plan names, from the run that --run names, if it exists, or
+    from --preset. Raises UserError."""
+    texts = given(verb, kind, args)
+    run, preset, plan = texts.get("run"), texts.get("preset"), texts.get("plan")
+    file = Path(run) / "config.json" if run and preset is None else None
+    stored = file if file and file.is_file() else None
+    name = preset or kind.preset
+    base = presets.stored(stored) if stored else presets.preset(name)
+    explicit = frozenset({field.name for field in dataclasses.fields(TrainFlags)} & set(texts) - _PLACES)
+    planned: frozenset[str] = frozenset()
+    if plan:
+        from jaxgpt.planner import saved  # here, since plans know meshes, and they JAX
+
+        found, planned = saved.read(Path(plan)), saved.FIELDS
+        alone = stored is None and preset is None
+        base = found.config if alone else found.onto(base, f"--run {run}" if stored else f"--preset {name}")
+        name = plan if alone else name
+    chosen = parse(verb, kind, args, defaults(kind, base, name, Path(run) if run else None))
+    if stored and "mesh" in explicit and chosen.mesh != base.mesh:
+        base = dataclasses.replace(base, **uncut(explicit | planned))
+    config = override(base, {field: getattr(chosen, field) for field in explicit})
+    return Configured(config, chosen, explicit | planned, Path(name).name.removesuffix(".json"))
 
 
 def defaults(kind: type[F], base: RunConfig, preset: str, run: Path | None) -> F:

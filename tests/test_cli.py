@@ -16,7 +16,7 @@ from jaxgpt.cli import main
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.errors import UserError
 
-TRAIN = """preset run data tokenizer validation mesh steps seed global_batch micro_batch seq layers width heads kv_heads
+TRAIN = """preset run plan data tokenizer validation mesh steps seed global_batch micro_batch seq layers width heads kv_heads
 vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
 layout sequence_parallel context_attention schedule schedule_file virtual_stages stages zero recompute
 dtype
@@ -69,6 +69,8 @@ def test_the_flags_are_these_and_no_others():
     assert [field.name for field in dataclasses.fields(flags.ExplainFlags)] == (
         [*TRAIN.split(), "compiled", "json", "picture"]
     )
+    planned = ["devices", "hardware", "calibrate", "tokens", "top", "json", "picture", "save", "verify"]
+    assert [field.name for field in dataclasses.fields(flags.PlanFlags)] == [*TRAIN.split(), *planned]
     assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh"]
     assert [field.name for field in dataclasses.fields(flags.SampleFlags)] == (
         ["run", "prompt", "tokens", "temperature", "seed", "mesh"]
@@ -177,7 +179,7 @@ def test_sample(runs, capsys):
 def test_help_names_the_verbs(capsys, args):
     assert main(args) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {verb} " in out for verb in ("train", "eval", "sample", "check", "explain"))
+    assert all(f"\n  {verb} " in out for verb in ("train", "eval", "sample", "check", "explain", "plan"))
 
 
 def test_help_shows_the_defaults_of_the_preset(capsys):

@@ -49,7 +49,7 @@ def test_the_commands_are_known():
     assert verbs == [
         [".venv/bin/jaxgpt", "train"],
         [".venv/bin/pytest"],
-        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample", "explain", "explain", "check")),
+        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample", "explain", "explain", "plan", "check")),
     ]
 
 
@@ -74,7 +74,7 @@ def test_the_first_command_trains_in_a_process_of_its_own(folder, there):
 
 
 def test_the_other_commands_in_turn(folder, there, capsys):
-    train, resume, evaluate, sample, explain, draw, check = (parts(command)[0][1:] for command in COMMANDS[2:])
+    train, resume, evaluate, sample, explain, draw, plan, check = (parts(command)[0][1:] for command in COMMANDS[2:])
     assert main([*train, *TINY]) == 0
     assert (folder / "runs" / "mine" / "loss.png").stat().st_size > 0
     capsys.readouterr()
@@ -90,11 +90,12 @@ def test_the_other_commands_in_turn(folder, there, capsys):
     assert "4096 devices" in told(explain)
     assert "zero-bubble: idle for" in told(draw)
     assert (folder / "schedule.png").stat().st_size > 0
+    assert "1024 x a100-80gb" in told(plan)
 
 
-def told(explain: list[str]) -> str:
-    """What explain prints, as it stands: it needs no device, but JAX not yet started."""
-    in_process = [sys.executable, "-m", "jaxgpt", *explain]
+def told(command: list[str]) -> str:
+    """What explain or plan prints, as it stands: it needs no device, but JAX not yet started."""
+    in_process = [sys.executable, "-m", "jaxgpt", *command]
     done = subprocess.run(in_process, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -126,7 +126,7 @@ def target(gpu: Gpu) -> str:
     """
 
 
-def devices(name: str, count: int) -> list[Any]:
+def devices(name: str, count: int, flag: str = "--compiled") -> list[Any]:
     """So many absent GPUs of GPUS, host by host, as devices of a mesh that can be compiled for, not run on.
 
     Raises UserError with the packages to install where the compiler is not whole. JAX must run on CPU
@@ -135,7 +135,7 @@ def devices(name: str, count: int) -> list[Any]:
     lacking = missing()
     if lacking:
         fix = f"pip install --no-deps {' '.join(lacking)}"
-        raise UserError(f"--compiled {name}: what compiles for GPUs that are not here is not installed; {fix}")
+        raise UserError(f"{flag} {name}: what compiles for GPUs that are not here is not installed; {fix}")
     host = count if count <= HOST else math.gcd(count, HOST)
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target(GPUS[name]), topology=f"1x{count // host}x{host}"

@@ -251,7 +251,7 @@ def _program(
     def boxing(x: jax.Array) -> jax.Array:
         for step in steps:
             with jax.named_scope(f"box_{step.axis}_{step.source}_to_{step.target}"):
-                x = _take(step, x, sizes[step.axis])
+                x = take(step, x, sizes[step.axis])
         return x
 
     # Types are not checked inside: they do not yet allow a slice of what is P on another axis.
@@ -259,8 +259,8 @@ def _program(
     return jax.jit(inside)
 
 
-def _take(step: Step, x: jax.Array, p: int) -> jax.Array:
-    """One step on each device's tensor."""
+def take(step: Step, x: jax.Array, p: int) -> jax.Array:
+    """One step on each device's tensor, inside of a shard_map; p: devices along the axis."""
     axis, index = step.axis, lax.axis_index(step.axis)
     old, new = (place.dim if isinstance(place, S) else 0 for place in (step.source, step.target))
     match step.cost.kind:

@@ -25,6 +25,8 @@ from jaxgpt.sharding.rows import AXES, TENSOR, rows
 MOST_CPU_DEVICES = 2048
 """What XLA's CPU client allows."""
 MOST_DEVICES = 2**20
+AUTO = "auto"
+"""The text of a mesh that is still to be chosen (planner.search)."""
 
 Sizes = dict[str, int]
 """Devices along each of AXES; their product is the number of devices."""
@@ -86,6 +88,8 @@ def format_mesh(sizes: Sizes) -> str:
 
 def _items(text: str) -> Sizes:
     given: Sizes = {}
+    named = "jaxgpt plan names the fastest meshes"
+    require(text.strip() != AUTO, "--mesh", text, "only train and plan choose a mesh", named)
     for item in text.split(",") if text.strip() else []:
         axis, equals, size = (part.strip() for part in item.partition("="))
         require(bool(equals and axis), "--mesh", text, f"{item!r} is not axis=size", 'for example "data=2,tensor=2"')
@@ -108,7 +112,7 @@ def _alternatives(given: Sizes, devices: int) -> str:
     """The nearest meshes of that many devices over the axes named."""
     named = tuple(axis for axis in AXES if axis in given)
     target = {axis: abs(given.get(axis, 1)) for axis in AXES}
-    return _listed(target, _factorisations(devices, named), devices)
+    return _listed(target, factorisations(devices, named), devices)
 
 
 # Divisibility
@@ -122,7 +126,7 @@ def check(config: RunConfig, sizes: Sizes) -> list[str]:
     """
     if config.stages != "auto":  # another mesh would not help
         place(config.model.layers, sizes["pipe"], config.virtual_stages, config.stages)
-    complaint = next(_complaints(config, sizes), None)
+    complaint = next(complaints(config, sizes), None)
     if complaint is not None:
         if not complaint.startswith(("--mesh", "--layers", "--global-batch")):  # another flag would mend it
             raise UserError(complaint)
@@ -153,10 +157,15 @@ def _copied_heads(config: RunConfig, sizes: Sizes) -> list[str]:
 
 def legal_meshes(config: RunConfig, devices: int) -> list[Sizes]:
     """All meshes of that many devices which check allows."""
-    return [sizes for sizes in _factorisations(devices, AXES) if next(_complaints(config, sizes), None) is None]
+    return [sizes for sizes in factorisations(devices) if allows(config, sizes)]
 
 
-def _complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
+def allows(config: RunConfig, sizes: Sizes) -> bool:
+    """Whether check would let the configuration onto a mesh of these sizes."""
+    return next(complaints(config, sizes), None) is None
+
+
+def complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     """Each rule that the sizes break, in the order in which a user should hear of them."""
     model, global_batch, micro_batch = config.model, config.global_batch, config.micro_batch
     mesh, tensor, fsdp = f"--mesh {format_mesh(sizes)}", sizes["tensor"], sizes["fsdp"]
@@ -222,13 +231,13 @@ def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator
         yield f"--schedule interleaved: pipe={stages} must divide the {count} microbatches ({mesh}); {fix}"
 
 
-def _factorisations(devices: int, axes: Sequence[str]) -> list[Sizes]:
+def factorisations(devices: int, axes: Sequence[str] = AXES) -> list[Sizes]:
     """Every way to write `devices` as a product over these axes; the other axes are 1."""
     if not axes:
         return [dict.fromkeys(AXES, 1)] if devices == 1 else []
     small = [size for size in range(1, math.isqrt(devices) + 1) if devices % size == 0]
     divisors = {*small, *(devices // size for size in small)}
-    return [rest | {axes[0]: size} for size in sorted(divisors) for rest in _factorisations(devices // size, axes[1:])]
+    return [rest | {axes[0]: size} for size in sorted(divisors) for rest in factorisations(devices // size, axes[1:])]
 
 
 def _distance(a: Sizes, b: Sizes) -> float:

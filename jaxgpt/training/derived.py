@@ -7,6 +7,7 @@ from collections import Counter
 from jaxgpt.config import RunConfig
 from jaxgpt.data import Dataset
 from jaxgpt.model.parameters import parameters
+from jaxgpt.planner.flops import flops_per_token
 from jaxgpt.planner.pipeline import Pipeline
 from jaxgpt.sharding.mesh import crossing_axes, format_mesh
 from jaxgpt.sharding.sbp import S, sbp
@@ -38,7 +39,7 @@ def utilisation(config: RunConfig, program: Program) -> tuple[float | None, str]
     peak = throughput.peak_flops(kind, program.dtype)
     if peak is None:
         return None, f"MFU is left out, since no peak is known for {kind} in {program.dtype}"
-    flops = throughput.flops_per_token(config.model)
+    flops = flops_per_token(config.model)
     named = f"{throughput.FORMULA} ({flops / 1e6:,.1f} MFLOP); peak {peak / 1e12:g} TFLOP/s ({kind}, {program.dtype})"
     return peak * program.mesh.size, named
 

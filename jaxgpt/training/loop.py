@@ -20,6 +20,7 @@ import numpy as np
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.data import Dataset, Prefetcher, training_batch
 from jaxgpt.errors import UserError
+from jaxgpt.planner.flops import flops_per_token
 from jaxgpt.training import folder
 from jaxgpt.training.checkpoint import Writer
 from jaxgpt.training.console import Console
@@ -29,7 +30,7 @@ from jaxgpt.training.profile import Tracer
 from jaxgpt.training.program import Program
 from jaxgpt.training.resume import Tree, flatten, logical_shapes, stored_rows
 from jaxgpt.training.signals import StopSignals
-from jaxgpt.training.throughput import Pace, flops_per_token
+from jaxgpt.training.throughput import Pace
 
 Batch = dict[str, np.ndarray]
 

@@ -13,6 +13,7 @@ from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import Dataset, Tokenizer, cache_folder, load_tokenizer, open_dataset, open_text
 from jaxgpt.errors import UserError
 from jaxgpt.inference.generate import generate
+from jaxgpt.planner.choose import auto
 from jaxgpt.sharding import mesh
 from jaxgpt.training import checkpoint, curve, derived, folder, metrics
 from jaxgpt.training.console import Console
@@ -69,7 +70,8 @@ def train(
     with folder.hold(run, console.fallback):
         stored = folder.read_config(run)
         wanted = config if stored is None else folder.merge(run, config, stored, explicit)
-        mesh.devices_named(wanted.mesh)  # what is misspelt is said of a finished run, too
+        if wanted.mesh != mesh.AUTO:
+            mesh.devices_named(wanted.mesh)  # what is misspelt is said of a finished run, too
         known = stored is not None and not folder.data_differences(wanted, stored)
         if known and (finished := _finished(run, wanted, console)):
             return finished
@@ -82,6 +84,9 @@ def train(
             if finished := _finished(run, resolved, console):
                 return finished
         dataset.check(resolved.model.seq)
+        if resolved.mesh == mesh.AUTO:  # only now, when the vocabulary's real size is known
+            resolved = auto(resolved, devices, explicit, console)
+            sizes = mesh.parse(resolved.mesh)
         mesh.check(resolved, sizes)
         program = Program(resolved, mesh.build(sizes, devices))
         resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
@@ -130,13 +135,15 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
 
 
 def _devices(config: RunConfig, console: Console, training: bool = True) -> tuple[list[jax.Device], mesh.Sizes]:
-    """Devices and axis sizes of the configuration's mesh, checked, and what the user should know of them said."""
+    """Devices and axis sizes of the configuration's mesh, checked, and what the user should know of them said. Where the
+    mesh is still to be chosen, all devices on data, unchecked."""
     _keep_programs()
-    open_size = not config.mesh.strip() or "-1" in config.mesh
-    count = None if open_size else math.prod(mesh.parse(config.mesh).values())
+    text = "" if training and config.mesh == mesh.AUTO else config.mesh
+    open_size = not text.strip() or "-1" in text
+    count = None if open_size else math.prod(mesh.parse(text).values())
     devices, note = mesh.prepare_devices(count)
-    sizes = mesh.parse(config.mesh, len(devices))
-    notes = mesh.check(config, sizes) if training else []
+    sizes = mesh.parse(text, len(devices))
+    notes = mesh.check(config, sizes) if training and config.mesh != mesh.AUTO else []
     for one in [note, *notes]:
         if one is not None:
             console.fallback(one)

@@ -6,38 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from jaxgpt.config import ModelConfig
-
-PEAKS = {
-    r"NVIDIA A100.*": 312e12,
-    r"NVIDIA H100 80GB HBM3": 989e12,
-    r"NVIDIA H200": 989e12,
-    r"NVIDIA B200": 2250e12,
-}
-"""Dense bf16 FLOP/s of one device, as its vendor states, by JAX's name for it."""
+from jaxgpt.planner.hardware import table
 
 FORMULA = "MFU = model FLOPs / (time x peak x devices); FLOPs a token = 6 x matrix weights + causal attention"
 
 
-def flops_per_token(model: ModelConfig) -> float:
-    """Model FLOPs of one token, forward and backward, at the full context: no recomputation, no padding.
-
-    6 for each weight of a matrix that it passes, the head's among them, plus 12 x heads x head width for each key
-    that it attends to, in each layer: causal, so (seq + 1) / 2 keys on average, fewer with a window.
-    """
-    attention = model.width * model.head * 2 * (model.heads + model.kv)
-    mlp = (3 if model.gated else 2) * model.width * model.mlp
-    weights = model.layers * (attention + mlp) + model.width * model.vocab
-    reach = min(model.window or model.seq, model.seq)
-    keys = reach * (model.seq - (reach - 1) / 2) / model.seq
-    return 6.0 * weights + 12.0 * model.layers * model.heads * model.head * keys
-
-
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """FLOP/s of one device for a type of computation, or None where it is not known."""
-    if dtype != "bf16":
+    if dtype != "bf16" or device_kind == "cpu":  # a CPU's peak is measured, not stated
         return None
-    return next((peak for name, peak in PEAKS.items() if re.fullmatch(name, device_kind)), None)
+    return next((each.peak("bf16") for each in table().values() if re.fullmatch(each.kind, device_kind)), None)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The layout of any function, chosen by an integer program: rules of its equations, the program, its running."""

@@ -1,0 +1,173 @@
+"""Memory of a plan: what the compiled step holds on the fullest device at its peak, by kind.
+
+State and gradients are counted from the table of parameters and the layout, activations from the arrays that a block
+hands from forward to backward, times the places that the schedule's table needs for them. What the compiler holds
+beside is counted as what the program visibly makes: a block's inside, a stage's activations on their way into their
+ring, a chunk of logits, gathered weights.
+"""
+
+from dataclasses import dataclass
+
+from jaxgpt.planner.cost import Costs
+from jaxgpt.planner.hardware import Hardware
+from jaxgpt.planner.plan import Memory, Plan
+from jaxgpt.planner.practice import Held
+from jaxgpt.planner.ticks import Rings, rings
+
+MARGIN = 0.08
+"""By how much a compiled program may need more than is predicted; `fits` allows for it."""
+CHUNK_LOGITS = 2**25
+"""Logits held at once (model.vocabulary)."""
+
+
+def fits(peak: int, hardware: Hardware) -> bool:
+    """Whether a peak, MARGIN above what is predicted, is within the device's memory."""
+    return peak * (1 + MARGIN) <= hardware.memory
+
+
+def peak_memory(costs: Costs, plan: Plan, global_batch: int) -> Memory:
+    """Of a legal plan, bytes on the fullest device."""
+    held = costs.practice.held
+    if held is not None:
+        return _other(costs, plan, held)
+    return _Compiled(costs, plan, plan.microbatches(global_batch)).memory()
+
+
+# Other programs
+
+
+def _other(costs: Costs, plan: Plan, held: Held) -> Memory:
+    """Of another program: state by its bytes a parameter; what blocks keep (arXiv 2205.05198), for as many microbatches
+    as the first stage holds (arXiv 2104.04473); and one block's inside where it is recomputed, or the logits."""
+    model, tokens, t, p, v = costs.model, costs.tokens(plan), plan.tensor, plan.pipe, plan.virtual_stages
+    blocks = -(-model.layers // p)
+    entries = (blocks * costs.block_weights + costs.tables) // t + model.seq * model.width
+    moments = 12 * entries // (plan.data if plan.zero else 1)
+    state = held.parameter - 12 + (held.reduced if plan.data > 1 else 0)
+    stream = tokens * model.width
+    inside = stream * 34 // t if plan.sequence_parallel else stream * (10 + 24 // t)
+    scores = 0
+    if not costs.practice.fused_attention:
+        scores = 5 * plan.micro_batch * model.heads // t * model.seq * model.seq
+    boundary = held.boundary * stream // (t if plan.sequence_parallel else 1)
+    kept = {"full": boundary, "selective": inside, "none": inside + scores}[plan.recompute]
+    again = {"full": inside + scores, "selective": scores, "none": 0}[plan.recompute]
+    microbatches = p + (p - 1) / v if v > 1 else held.microbatches(p)
+    logits = held.logit * tokens * model.padded_vocab // t
+    return Memory(
+        parameters=2 * entries,
+        gradients=(state - 2) * entries,
+        optimizer=moments,
+        activations=round(kept * blocks * microbatches),
+        logits=max(0, logits - again),
+        buffers=again + held.overhead + (held.communication if plan.devices > 1 else 0),
+    )
+
+
+# jaxgpt
+
+INSIDE = {"none": 22, "selective": 22, "full": 18}
+"""Arrays of [tokens, width] that a block's backward holds at its peak, by what it recomputes; read from the compiler's
+assignment of buffers."""
+BETWEEN = {"none": 16, "selective": 22, "full": 26}
+"""The same, of what the first part of a split backward hands to the second: what is recomputed is among it."""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    costs: Costs
+    plan: Plan
+    microbatches: int
+
+    def memory(self) -> Memory:
+        """At the peak, which is in the backward of a stage or in the head, whichever holds more."""
+        plan, costs = self.plan, self.costs
+        blocks, ends = self._entries()
+        all_of_it = blocks + ends
+        rest = all_of_it // (plan.fsdp * (plan.data if plan.zero else 1))
+        accumulated = plan.fsdp * (plan.data if plan.zero >= 2 else 1)
+        used = plan.fsdp * (plan.data if plan.zero == 3 else 1)
+        element, part = costs.kernels.bytes, plan.virtual_stages
+        weights = element * (all_of_it // used + (blocks // part if part > 1 else 0))  # a part's rows are a copy
+        whole_ends = element * ends if used > 1 else 0  # gathered
+        # gradients go through the backward's scan, which reads them and writes new ones
+        added = 4 * blocks // accumulated if self.microbatches > 1 else 0
+        inside = self._inside(used > 1, accumulated > 1)
+        backward, head = added + inside, 6 * self._chunk() * self._vocab() + 3 * self._stream()
+        at_head = head > backward
+        return Memory(
+            parameters=4 * rest + weights + whole_ends,
+            gradients=4 * (all_of_it // accumulated) + (0 if at_head else added),
+            optimizer=8 * rest,
+            activations=self._activations(),
+            logits=4 * ends + (head if at_head else 0),
+            buffers=(0 if at_head else inside) + self._messages() + 8 * self.microbatches * costs.tokens(plan),
+        )
+
+    def _stream(self) -> int:
+        """Bytes of a microbatch's residual stream as it lies between blocks."""
+        return self.costs.stream(self.plan) // (self.plan.tensor if self.plan.sequence_parallel else 1)
+
+    def _vocab(self) -> int:
+        """Rows of the table on one device."""
+        return self.costs.model.padded_vocab // (self.plan.tensor * self.plan.pipe)
+
+    def _chunk(self) -> int:
+        """Tokens whose logits are made at once."""
+        return min(self.costs.tokens(self.plan), max(1, CHUNK_LOGITS // self._vocab()))
+
+    def _rows(self) -> int:
+        """Blocks of a part."""
+        if self.plan.stages != "auto":
+            return max(int(each) for each in self.plan.stages.split(","))
+        return -(-self.costs.model.layers // (self.plan.pipe * self.plan.virtual_stages))
+
+    def _entries(self) -> tuple[int, int]:
+        """Of blocks and ends on one device, before FSDP and ZeRO."""
+        plan, costs = self.plan, self.costs
+        blocks = self._rows() * plan.virtual_stages * costs.block_weights // plan.tensor
+        return blocks, costs.tables // (plan.tensor * plan.pipe) + costs.places
+
+    def _activations(self) -> int:
+        """What blocks keep for their backward: of one microbatch; in a pipeline in its ring, and once more of the
+        microbatch that has just run forward."""
+        kept = self._rows() * self._kept()
+        if self.plan.pipe == 1:
+            return kept
+        return kept * (self._rings().residuals + 1)
+
+    def _rings(self) -> Rings:
+        return rings(self.plan.schedule, self.plan.pipe, self.microbatches, self.plan.virtual_stages)
+
+    def _messages(self) -> int:
+        """Rings of what goes between stages and parts of the backward, and of the head's gradients."""
+        found = self._rings()
+        between = found.splits + 1 if found.splits else 0
+        streams = (found.inbox_forward + found.inbox_backward + found.heads) * self._stream()
+        return streams + between * self._rows() * BETWEEN[self.plan.recompute] * self._width(1.0)
+
+    def _width(self, split: float) -> int:
+        """Bytes of an array of [tokens, width], of which a share lies split over tensor and the rest as the stream."""
+        return round((1 - split) * self._stream() + split * self.costs.stream(self.plan) / self.plan.tensor)
+
+    def _kept(self) -> int:
+        """Bytes that one block hands from forward to backward, for one microbatch. none: input, both norms' results and
+        the first sum; queries, keys, values, attention's output; the feed-forward layer's inside before and after its
+        activation. selective: the products' results and the first sum beside the input. full: the input."""
+        plan, costs, model = self.plan, self.costs, self.costs.model
+        element, tokens, t, stream = costs.kernels.bytes, costs.tokens(plan), plan.tensor, self._stream()
+        if plan.recompute == "full":
+            return stream
+        heads, branches = model.heads // t * model.head, 2 if model.gated else 1
+        qkv = heads + 2 * costs.kv_heads(t) * model.head
+        inside = element * tokens * (qkv + heads + branches * model.mlp // t)
+        if plan.recompute == "selective":
+            return 2 * stream + inside
+        return 4 * stream + inside + element * tokens * model.mlp // t + 4 * tokens * (model.heads // t + 4)
+
+    def _inside(self, gathered: bool, scattered: bool) -> int:
+        """Bytes of a block's arrays while its backward runs; of its weights, where they are gathered for it; and of its
+        weights' gradients: all of them where they are scattered together, else of a part at a time."""
+        weights = self.costs.block_weights // self.plan.tensor
+        held = (self.costs.kernels.bytes * weights if gathered else 0) + 4 * weights // (1 if scattered else 3)
+        return INSIDE[self.plan.recompute] * self._width(0.75) + held

@@ -1,0 +1,187 @@
+"""Time of a whole step: what planner.cost says of a block and the ends, put together as the schedule's table has it."""
+
+from dataclasses import dataclass
+
+from jaxgpt.planner.cost import Costs, over_context, over_tensor, over_weights, seen
+from jaxgpt.planner.links import Group, group
+from jaxgpt.planner.plan import Plan, Time
+from jaxgpt.planner.ticks import table_time, ticks
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Seconds of a block for one microbatch, communication within included: forward, and backward in its two parts."""
+
+    forward: float
+    to_input: float
+    to_weights: float
+
+    @property
+    def backward(self) -> float:
+        return self.to_input + self.to_weights
+
+
+def step_time(costs: Costs, plan: Plan, global_batch: int) -> Time:
+    """Of a legal plan."""
+    return _Step(costs, plan, plan.microbatches(global_batch)).time()
+
+
+@dataclass(frozen=True)
+class _Step:
+    costs: Costs
+    plan: Plan
+    microbatches: int
+
+    def group(self, *axes: str) -> Group:
+        plan, known = self.plan, self.costs.groups
+        key = axes, plan.pipe, plan.data, plan.fsdp, plan.context, plan.tensor
+        if key not in known:
+            known[key] = group(self.costs.hardware, plan.sizes, axes)
+        return known[key]
+
+    def time(self) -> Time:
+        """All parts. What is computed counts as if blocks were shared evenly by the stages; all that a stage waits
+        beside that, for others or for the longest part, is the bubble."""
+        plan, costs, work = self.plan, self.costs, self.costs.block(self.plan)
+        again = work.again(plan.recompute, costs.practice)
+        block, exposed = self._block()
+        share = self.microbatches * costs.model.layers / plan.pipe
+        ends = costs.ends(plan)
+        ends_here = ends if costs.practice.shared_ends else ends / plan.pipe
+        computation = share * (work.forward + work.backward + again) + self.microbatches * ends_here
+        sent = {axis: share * seconds for axis, seconds in exposed.items()}
+        for axis, seconds in (*self._at_ends().items(), *self._reductions().items()):
+            sent[axis] = sent.get(axis, 0.0) + seconds
+        within = share * (block.forward + block.backward) + self.microbatches * ends_here
+        bubble = self._pipeline(block, ends) - within
+        if plan.pipe > 1:
+            sent["pipe"] = sent.get("pipe", 0.0) + self._messages()
+        return Time(
+            computation=computation,
+            exposed={axis: seconds for axis, seconds in sent.items() if seconds > 0},
+            bubble=max(0.0, bubble),
+            optimizer=self._optimizer(),
+        )
+
+    def _block(self) -> tuple[_Chunk, dict[str, float]]:
+        """A block, and the part of it that is communication, by axis."""
+        plan, costs, work = self.plan, self.costs, self.costs.block(self.plan)
+        again = work.again(plan.recompute, costs.practice)
+        sent: dict[str, tuple[float, float]] = {}
+        if plan.tensor > 1:
+            sent["tensor"] = over_tensor(costs, plan, self.group("tensor"))
+        if plan.context > 1:
+            sent["context"] = over_context(costs, plan, self.group("context"), work)
+        used, accumulated = self._split_axes()
+        if accumulated:
+            axis = "fsdp" if plan.fsdp > 1 else "data"
+            sent[axis] = over_weights(costs, plan, self.group(*used), self.group(*accumulated), work)
+        forward, backward = (sum(each[i] for each in sent.values()) for i in (0, 1))
+        block = _Chunk(work.forward + forward, work.to_input + again + backward, work.to_weights)
+        return block, {axis: sum(each) for axis, each in sent.items()}
+
+    def _split_axes(self) -> tuple[Axes, Axes]:
+        """Axes over which weights lie split between uses, and gradients while they are accumulated (sharding.rows)."""
+        zero, fsdp = self.plan.zero, ("fsdp",) if self.plan.fsdp > 1 else ()
+        data = ("data",) if self.plan.data > 1 else ()
+        return (*fsdp, *(data if zero == 3 else ())), (*fsdp, *(data if zero >= 2 else ()))
+
+    def _pipeline(self, block: _Chunk, ends: float) -> float:
+        """Time from the first forward to the last backward, messages between stages not counted."""
+        plan, m, p, v = self.plan, self.microbatches, self.plan.pipe, self.plan.virtual_stages
+        layers = self.costs.model.layers
+        if self.costs.practice.shared_ends or p == 1:
+            lengths = (self._longest() * each for each in (block.forward, block.to_input, block.to_weights))
+            return m * ends + table_time(plan.schedule, p, m, v, *lengths)
+        # stages on their own: the slowest is never idle but while the first microbatch passes through the others
+        stage = layers / p * (block.forward + block.backward)
+        slowest = self._longest() * v * (block.forward + block.backward) + ends
+        return m * slowest + (p - 1) * stage / v
+
+    def _longest(self) -> int:
+        """Blocks of the longest part."""
+        if self.plan.stages != "auto":
+            return max(int(each) for each in self.plan.stages.split(","))
+        return -(-self.costs.model.layers // (self.plan.pipe * self.plan.virtual_stages))
+
+    # Communication outside of blocks
+
+    def _messages(self) -> float:
+        """Between the stages. In tied ticks one each way in every tick; else each chunk's, the first and the last of a
+        step, for which nothing else can be done, in full view."""
+        plan, ways, m = self.plan, self.costs.practice, self.microbatches
+        stream = self.costs.stream(plan)
+        split = plan.sequence_parallel or ways.split_messages
+        message = self.group("pipe").permute(stream / (plan.tensor if split else 1))
+        if split and not plan.sequence_parallel:
+            message += self.group("tensor").all_gather(stream)
+        if ways.tied_ticks:
+            return 2 * message * ticks(plan.schedule, plan.pipe, m, plan.virtual_stages)
+        return 2 * message * (seen(1.0, ways.hidden_pipe) * m * plan.virtual_stages + plan.pipe - 1)
+
+    def _at_ends(self) -> dict[str, float]:
+        """By axis, of lookup, head and their gradients: sums over tensor, and over pipe where all stages share them;
+        gathers of the tables and scattering sums of their gradients, in every tick."""
+        plan, ways, m, costs = self.plan, self.costs.practice, self.microbatches, self.costs
+        stream, tensor, pipe = costs.stream(plan), self.group("tensor"), self.group("pipe")
+        met, sent = ways.shared_ends and plan.pipe > 1, {}
+        if plan.sequence_parallel:
+            sent["tensor"] = m * 5 * tensor.all_gather(stream)
+            if met:
+                sent["pipe"] = m * 4 * pipe.all_reduce(stream / plan.tensor)
+        elif met:  # the lookup and the head's gradient are sums over both
+            sent["pipe"] = m * 2 * (self.group("pipe", "tensor").all_reduce(stream) + pipe.all_reduce(stream))
+        else:
+            sent["tensor"] = m * 2 * tensor.all_reduce(stream)
+        used, accumulated = self._split_axes()
+        if accumulated:
+            turns = ticks(plan.schedule, plan.pipe, m, plan.virtual_stages)
+            table = costs.tables / (plan.tensor * (plan.pipe if ways.shared_ends else 1))
+            gathered = self.group(*used).all_gather(costs.kernels.bytes * table)
+            reduced = self.group(*accumulated).reduce_scatter(ways.gradient_bytes * table)
+            sent["fsdp" if plan.fsdp > 1 else "data"] = turns * (gathered + reduced)
+        return sent
+
+    def _weights_here(self) -> tuple[float, float]:
+        """Entries of blocks and of the ends' tables on one device, before FSDP and ZeRO."""
+        plan, costs = self.plan, self.costs
+        shared = plan.pipe if costs.practice.shared_ends else 1
+        blocks = self._longest() * plan.virtual_stages * costs.block_weights / plan.tensor
+        return blocks, costs.tables / (plan.tensor * shared) + costs.places
+
+    def _reductions(self) -> dict[str, float]:
+        """By axis, once a step: gradients summed over what they are not accumulated over split, and with ZeRO 1 and 2
+        weights gathered. What can hide does so under the last backward, but for the tables' gradients, which come
+        last; the gathers under the first forward."""
+        plan, ways, costs = self.plan, self.costs.practice, self.costs
+        blocks, tables = (each / plan.fsdp for each in self._weights_here())
+        over_data = self.group("data") if plan.zero <= 1 else self.group()
+        already = plan.data if plan.zero >= 2 else 1
+        nbytes = ways.gradient_bytes * (blocks + tables) / already
+        sent: dict[str, float] = {}
+        if plan.zero == 0:
+            reduced = self.group("data", "context").all_reduce(nbytes)
+        else:
+            scattered = nbytes / (plan.data if plan.zero == 1 else 1)
+            reduced = over_data.reduce_scatter(nbytes) + self.group("context").all_reduce(scattered)
+        work, layers = costs.block(plan), costs.model.layers / plan.pipe
+        if plan.schedule == "interleaved":  # a part is done when the last group of microbatches has passed through it
+            layers *= plan.pipe
+        table = tables / (blocks + tables)
+        last, rest = reduced * table, reduced * (1 - table)
+        sent["data" if plan.data > 1 else "context"] = last + seen(rest, ways.hidden_gradients * layers * work.backward)
+        if ways.shared_ends and plan.pipe > 1:  # what all stages hold whole
+            sent["pipe"] = self.group("pipe").all_reduce(ways.gradient_bytes * costs.places / plan.fsdp)
+        if plan.zero in (1, 2):
+            gathered = self.group("data").all_gather(costs.kernels.bytes * (blocks + tables))
+            sent["data"] = sent.get("data", 0.0) + seen(gathered, ways.hidden_gradients * layers * work.forward)
+        return sent
+
+    def _optimizer(self) -> float:
+        """Bytes of a device's part of the state, and the sum of the norm over all devices."""
+        plan = self.plan
+        held = sum(self._weights_here()) / (plan.fsdp * (plan.data if plan.zero else 1))
+        norm = self.group("pipe", "data", "fsdp", "context", "tensor").all_reduce(4)
+        return self.costs.kernels.passes(self.costs.practice.update_bytes * held) + norm
