@@ -109,6 +109,7 @@ def main() -> int:
         "command": shlex.join(["python", *sys.argv]),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {platform.system()}",
         "versions": pipeline.about,
+        "model": SHAPE | {"micro_batch": MICRO_BATCH},
         "microbatches": m,
         "schedule": given.schedule,
         "milliseconds": {name: [round(1e3 * t, 1) for t in (q.first, q.median, q.third)] for name, q in found.items()},
