@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,8 +17,9 @@ from jaxgpt.errors import UserError, require
 HELP = """usage: jaxgpt VERB [flags]
 
   train     train a GPT on a mesh of devices, or resume a run
-  eval      loss, perplexity and bits per byte of a run
-  sample    text that a run writes
+  eval      loss, perplexity and bits per byte of a run or a model
+  sample    text that a run or a model writes
+  export    a run or a model as a Hugging Face folder
   check     one device against a mesh, array by array; takes train's flags
   explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
 
@@ -39,12 +41,23 @@ def configured(verb: str, kind: type[F], args: list[str]) -> tuple[RunConfig, F,
     stored = Path(run) / "config.json" if run and preset is None else None
     preset = preset or "demo"
     base = presets.stored(stored) if stored and stored.is_file() else presets.preset(preset)
+    if (source := texts.get("init_from")) and not (stored and stored.is_file()):
+        base = _initialized(base, source, "preset" in texts)
     chosen = parse(verb, kind, args, flags.defaults(kind, base, preset, Path(run) if run else None))
     explicit = {field.name for field in fields(flags.TrainFlags)} & set(texts) - {"preset", "run"}
     if stored and "mesh" in explicit and chosen.mesh != base.mesh:
         base = replace(base, **uncut(explicit))
     config = flags.override(base, {field: getattr(chosen, field) for field in explicit})
     return config, chosen, frozenset(explicit), Path(preset).name.removesuffix(".json")
+
+
+def _initialized(base: RunConfig, source: str, preset: bool) -> RunConfig:
+    """The base with the model and tokenizer of --init-from, and, unless a preset says another, a learning rate for a
+    model that is trained already."""
+    from jaxgpt.interop.places import read_config
+
+    rate = {} if preset else {"lr": 1e-4, "min_lr": 1e-5}
+    return replace(base, model=read_config(Path(source)), tokenizer=source, init_from=source, **rate)
 
 
 def train(args: list[str]) -> int:
@@ -96,7 +109,29 @@ def sample(args: list[str]) -> int:
 
     run = jaxgpt.load(chosen.run, chosen.mesh)
     prompt = run.config.prompt if chosen.prompt is None else chosen.prompt
-    print(f"{prompt}{run.generate(prompt, chosen.tokens, chosen.temperature, chosen.seed)}")
+    pieces = run.stream(
+        prompt,
+        chosen.tokens,
+        temperature=chosen.temperature,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        repetition_penalty=chosen.repetition_penalty,
+        stop=[] if chosen.stop is None else [chosen.stop],
+        seed=chosen.seed,
+    )
+    for piece in chain([prompt], pieces):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def export(args: list[str]) -> int:
+    """Writes a run or a model as a Hugging Face folder."""
+    chosen = parse("export", flags.ExportFlags, args)
+
+    import jaxgpt
+
+    jaxgpt.load(chosen.run, chosen.mesh).export(chosen.out, chosen.dtype)
     return 0
 
 
@@ -113,6 +148,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "sample": sample,
+    "export": export,
     "check": check,
     "explain": explain,
 }

@@ -1,9 +1,8 @@
-"""A trained run opened in a notebook: the sharded model, called, read and made to write."""
+"""A trained run, or a model of somebody else's, opened: the sharded model, called, read and made to write."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxgpt.config import RunConfig
-from jaxgpt.data import load_tokenizer
-from jaxgpt.errors import require
-from jaxgpt.inference.generate import generate
+from jaxgpt.data import Tokenizer
+from jaxgpt.errors import UserError, require
+from jaxgpt.inference.sampling import Sampling
+from jaxgpt.inference.text import write
+from jaxgpt.interop import beside
+from jaxgpt.interop.export import export
 from jaxgpt.model.module import GPT, ArrayLike
 from jaxgpt.training import derived
 from jaxgpt.training.console import Console
@@ -22,27 +24,34 @@ from jaxgpt.training.program import Program
 from jaxgpt.training.run import open_trained
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Run:
-    """A run's parameters on a mesh. `run.model(tokens)`, `run.generate("def ")`, `run.layouts()`."""
+    """A model's parameters on a mesh. `run(tokens)`, `run.generate("def ")`, `run.layouts()`."""
 
     config: RunConfig
     program: Program
     params: dict[str, jax.Array]
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     step: int
     """Steps trained."""
+    beside: beside.Beside
+    """Files that lie beside the tokenizer: chat template, special tokens, how to generate."""
 
     @cached_property
     def model(self) -> GPT:
         """The model as an NNX module; model(tokens [B, S]) -> fp32 logits [B, S, vocabulary]."""
         return GPT(self.config.model, self.params, self.logits)
 
-    def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
-        """Logits of params for tokens [B, S], any B, any S up to the context length."""
-        return self._forward(params, self._checked(np.asarray(tokens)))[..., : self.config.model.vocab]
+    def __call__(self, tokens: ArrayLike) -> Float[Array, "B S V"]:
+        """fp32 logits of tokens [B, S], any B, any S up to the context length."""
+        return self.logits(self.params, tokens)
 
-    def _checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
+    def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
+        """Logits of params for tokens [B, S]."""
+        return self._forward(params, self.checked(np.asarray(tokens)))[..., : self.config.model.vocab]
+
+    def checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
+        """Tokens that the model can read. Raises UserError for others."""
         model = self.config.model
         require(tokens.dtype.kind in "iu", "tokens", tokens.dtype, "must be whole numbers")
         two = tokens.ndim == 2 and tokens.size > 0
@@ -59,37 +68,50 @@ class Run:
         whole = jax.device_put(logits, jax.sharding.NamedSharding(self.program.mesh, jax.sharding.PartitionSpec()))
         return self.program.text_order(whole)[: tokens.shape[0], : tokens.shape[1]]
 
-    def generate(
-        self,
-        prompt: str | list[str],
-        max_tokens: int = 200,
-        temperature: float = 0.8,
-        seed: int = 0,
-    ) -> str | list[str]:
-        """The text that the model writes after a prompt, or after each of several. The same seed, the same text."""
+    # Text
+
+    def generate(self, prompt: str | list[str], max_tokens: int = 200, **how: Any) -> str | list[str]:
+        """The text that the model writes after a prompt, or after each of several. The same seed, the same text.
+
+        how: temperature (0.8), top_k, top_p, repetition_penalty and seed, as of inference.sampling.Sampling; stop:
+        texts before which it ends.
+        """
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        encoded = [self.tokenizer.encode(text) for text in prompts]
+        rounds = list(self._write(prompts, max_tokens, **how))
+        texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def stream(self, prompt: str, max_tokens: int = 200, **how: Any) -> Iterator[str]:
+        """What generate returns, piece by piece as it is written."""
+        return (pieces[0] for pieces in self._write([prompt], max_tokens, **how))
+
+    def _write(
+        self, prompts: Sequence[str], max_tokens: int, stop: Sequence[str] = (), **how: Any
+    ) -> Iterator[list[str]]:
+        sampling, seq = Sampling(**how), self.config.model.seq
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        require(len(prompts) > 0, "prompts", list(prompts), "must be one at least")
+        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
+        require(not isinstance(stop, str) and all(stop), "stop", stop, "must be a list of texts, none of them empty")
+        encoded = [self.tokenizer.encode(text).tolist() for text in prompts]
         for text, ids in zip(prompts, encoded, strict=True):
             require(len(ids) > 0, "--prompt", repr(text), "must have at least one token")
-        require(len(prompts) > 0, "prompts", prompts, "must be one at least")
-        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
-        require(0 <= seed < 2**64, "--seed", seed, "must be at least 0 and below 2**64")
-        require(
-            temperature == 0 or 1e-3 <= temperature < math.inf,
-            "--temperature",
-            temperature,
-            "must be 0, for the likeliest token, or at least 0.001",
-        )
-        written = generate(
-            partial(self.program.next_logits, self.params),
-            [ids.tolist() for ids in encoded],
-            self.config.model.seq,
-            max_tokens,
-            temperature,
-            seed,
-        )
-        texts = [self.tokenizer.decode(ids) for ids in written]
-        return texts[0] if isinstance(prompt, str) else texts
+            fits = len(ids) <= seq
+            require(fits, "--prompt", f"of {len(ids)} tokens", f"is longer than the context of {seq}", "shorten it")
+        ends = beside.ends(self.beside, self.tokenizer)
+        writing = self.program.decoding(self.params)
+        return write(writing, self.tokenizer, encoded, seq, max_tokens, sampling, stop, ends)
+
+    def export(self, out: str | Path, dtype: str = "fp32") -> None:
+        """Writes a folder that transformers and others load. dtype: "fp32", which loses nothing, or "bf16".
+
+        Raises UserError where no architecture of theirs has this model, or where something is there already.
+        """
+        model = self.config.model
+        export(Path(out), model, self.params, self.program.in_order, self.tokenizer, self.beside, dtype)
+
+    # Layouts
 
     def layouts(self) -> "Layouts":
         """How each parameter lies on the mesh: shape, and S(dimension) by axis."""
@@ -110,10 +132,11 @@ class Layouts:
 
 
 def load(run: str | Path, mesh: str = "") -> Run:
-    """Opens a run's last whole checkpoint on any mesh ("tensor=2"; empty: one device).
+    """Opens a run's last whole checkpoint, a Hugging Face folder or a GGUF file on any mesh ("tensor=2"; empty: one
+    device).
 
-    Raises UserError where the folder is no run, has no checkpoint, or the mesh does not fit.
+    Raises UserError where it is none of them, has no weights or not those of its configuration, or the mesh does not
+    fit.
     """
-    folder = Path(run)
-    trained = open_trained(folder, mesh or "data=1", Console())
-    return Run(trained.config, trained.program, trained.params, load_tokenizer(folder / "tokenizer"), trained.step)
+    trained = open_trained(Path(run), mesh or "data=1", Console())
+    return Run(trained.config, trained.program, trained.params, trained.tokenizer, trained.step, trained.beside)
