@@ -1,7 +1,8 @@
 """A trained run, or a model of somebody else's, opened: the sharded model, called, read and made to write."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from jaxgpt.inference.text import write
 from jaxgpt.interop import beside
 from jaxgpt.interop.export import export
 from jaxgpt.model.module import GPT, ArrayLike
-from jaxgpt.training import derived
+from jaxgpt.sharding.drawing import Drawing, draw
+from jaxgpt.training import capture, derived, fitting
 from jaxgpt.training.console import Console
 from jaxgpt.training.program import Program
 from jaxgpt.training.run import open_trained
@@ -36,6 +38,9 @@ class Run:
     """Steps trained."""
     beside: beside.Beside
     """Files that lie beside the tokenizer: chat template, special tokens, how to generate."""
+    losses: list[float] = field(default_factory=list)
+    """Of the steps that fit has trained, nats a token."""
+    _captures: list[dict[str, jax.Array | None]] = field(default_factory=list)
 
     @cached_property
     def model(self) -> GPT:
@@ -44,6 +49,9 @@ class Run:
 
     def __call__(self, tokens: ArrayLike) -> Float[Array, "B S V"]:
         """fp32 logits of tokens [B, S], any B, any S up to the context length."""
+        for activations in self._captures:
+            for name in activations:
+                activations[name] = self._activation(name, self.checked(np.asarray(tokens)))
         return self.logits(self.params, tokens)
 
     def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
@@ -62,11 +70,75 @@ class Run:
         return tokens.astype(np.int32)
 
     def _forward(self, params: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
-        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.program.divisors, strict=True))
-        padded = np.pad(tokens, ((0, rows), (0, columns)))
-        logits = self.program.logits(params, self.program.place_tokens(padded))
+        logits = self.program.logits(params, self.program.place_tokens(self._padded(tokens)))
         whole = jax.device_put(logits, jax.sharding.NamedSharding(self.program.mesh, jax.sharding.PartitionSpec()))
         return self.program.text_order(whole)[: tokens.shape[0], : tokens.shape[1]]
+
+    def _padded(self, tokens: np.ndarray) -> np.ndarray:
+        """With rows and columns added up to what the mesh divides them by."""
+        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.program.divisors, strict=True))
+        return np.pad(tokens, ((0, rows), (0, columns)))
+
+    # Research
+
+    def value_and_grad(self, batch: ArrayLike | Mapping[str, ArrayLike]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss over the tokens of a batch, and the gradient of every parameter, laid out as the parameter is.
+
+        batch: tokens [B, S + 1], each but the first of a row to be predicted; or {"inputs": [B, S], "targets": [B, S]},
+        where a target of -1 is not counted. Dropout, where the model has it, is that of the step to come.
+        """
+        if isinstance(batch, Mapping):
+            inputs, targets = np.asarray(batch["inputs"]), np.asarray(batch["targets"])
+        else:
+            inputs, targets = np.asarray(batch)[:, :-1], np.asarray(batch)[:, 1:]
+        require(targets.shape == inputs.shape, "targets", targets.shape, f"must be of the inputs' shape {inputs.shape}")
+        self.checked(np.maximum(targets, 0))
+        rows, columns = -len(inputs) % self.program.micro_batch, -inputs.shape[1] % self.program.divisors[1]
+        around = ((0, rows), (0, columns))
+        padded = {
+            "inputs": np.pad(self.checked(inputs), around),
+            "targets": np.pad(targets.astype(np.int32), around, constant_values=-1),
+        }
+        loss, gradients, _ = self.program.gradients(self.params, self.program.place(padded), np.int32(self.step))
+        return loss, gradients
+
+    @contextmanager
+    def capture(self, *names: str) -> Iterator[dict[str, jax.Array | None]]:
+        """Within it, run(tokens) leaves the activations of these names in the dictionary that it gives: [B, S, width],
+        as they lie on the mesh; rows and columns up to what the mesh divides them by are added.
+
+        names: "blocks.3.attention" and "blocks.3.mlp", what they add to the residual stream; "blocks.3", the block's
+        output.
+        """
+        for name in names:
+            capture.site(name, self.config.model.layers)
+        activations: dict[str, jax.Array | None] = dict.fromkeys(names)
+        self._captures.append(activations)
+        try:
+            yield activations
+        finally:
+            self._captures.pop()
+
+    def _activation(self, name: str, tokens: np.ndarray) -> jax.Array:
+        padded, program = self._padded(tokens), self.program
+        wanted = capture.site(name, self.config.model.layers)
+        found = capture.captured(program.step_of, program.mesh, wanted)(self.params, program.place_tokens(padded))
+        if program.layout.sequence is None:
+            return found
+        return capture.in_text_order(found, program.sequence_order(padded.shape[1]))
+
+    def fit(self, data: str, steps: int = 100, quiet: bool = False, **fields: object) -> "Run":
+        """Trains on from here, on a text, and returns this run; see training.fitting.fit. `losses` has each step's.
+
+        fields: of RunConfig, such as lr=1e-4 or global_batch=8. Nothing is written to the disk.
+        """
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        fitted = fitting.fit(self.program, self.params, self.tokenizer, data, steps, quiet, **fields)
+        self.params, self.step = fitted.params, self.step + steps
+        self.losses += fitted.losses
+        self.__dict__.pop("model", None)  # made anew, of the new parameters
+        return self
 
     # Text
 
@@ -116,6 +188,12 @@ class Run:
     def layouts(self) -> "Layouts":
         """How each parameter lies on the mesh: shape, and S(dimension) by axis."""
         return Layouts(derived.layout_rows(self.program))
+
+    def sbp(self) -> Drawing:
+        """Every parameter as it lies on the devices: in colours in a notebook."""
+        table = self.program.table
+        rows = [draw(name, array, table[name].dims) for name, array in self.params.items()]
+        return Drawing(self.program.sizes, rows)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from foreign import FAMILIES, drawn, in_order, program
+from quickly import unoptimized
 
 import jaxgpt
 from jaxgpt.cli import main
@@ -28,6 +29,12 @@ def exported(folder, model: ModelConfig, tokenizer=None, files=None, **how):
     params = drawn(of)
     export(folder, model, params, of.in_order, tokenizer, files or {}, **how)
     return in_order(of, params)
+
+
+@pytest.fixture(autouse=True)
+def cheaply():
+    with unoptimized():
+        yield
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from jaxgpt.errors import require
 class Sampling:
     """How tokens are drawn. In this order: repetition penalty, temperature, top-k, top-p."""
 
-    temperature: float = 0.8
+    temperature: float | int = 0.8
     """0: always the likeliest token."""
     top_k: int = 0
     """Only the k likeliest tokens may be drawn; 0: all."""
-    top_p: float = 1.0
+    top_p: float | int = 1.0
     """Only the likeliest tokens that together have this share of the probability (arXiv 1904.09751)."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | int = 1.0
     """Scores of tokens that are in the text already are divided by this, negative ones multiplied (arXiv 1909.05858)."""
     seed: int = 0
     """The same seed draws the same tokens."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.attention import attention
 from jaxgpt.model.elementwise import activation, dropout, gated, norm, rope_frequencies, rotary
+from jaxgpt.model.taps import tap
 from jaxgpt.sharding.named import linear, relayout
 
 Weights = Mapping[str, jax.Array]
@@ -135,11 +136,11 @@ def block(
     """One transformer block. layer: its logical index, counted from 0 whatever stage it lies on."""
     with jax.named_scope("attention"):
         h = _norm(config, w, "norm1", x)
-        attended = _dropout(config, _attention(config, w, h, c, kernel), c, layer, 1)
+        attended = tap("attention", _dropout(config, _attention(config, w, h, c, kernel), c, layer, 1))
     added = checkpoint_name(x + attended, "attention_added")
     with jax.named_scope("mlp"):
         h = _norm(config, w, "norm2", x if config.parallel_residual else added)
-        return added + _dropout(config, _mlp(config, w, h), c, layer, 2)
+        return tap("", added + tap("mlp", _dropout(config, _mlp(config, w, h), c, layer, 2)))
 
 
 def final_norm(config: ModelConfig, w: Weights, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

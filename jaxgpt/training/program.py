@@ -138,11 +138,17 @@ class Program:
             return tokens
         return tokens[:, order(tokens.shape[1], self.sizes["context"])]
 
+    def sequence_order(self, length: int) -> np.ndarray:
+        """Where each position of the text lies in a sequence that is split over its devices."""
+        if self.layout.sequence is None:
+            return np.arange(length)
+        return np.argsort(order(length, self.sizes["context"]))
+
     def text_order(self, split: jax.Array) -> jax.Array:
         """[B, S, ...] in the order of the text again."""
         if self.layout.sequence is None:
             return split
-        return split[:, np.argsort(order(split.shape[1], self.sizes["context"]))]
+        return split[:, self.sequence_order(split.shape[1])]
 
     @property
     def micro_batch(self) -> int:
