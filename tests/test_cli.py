@@ -241,7 +241,7 @@ def test_help_and_complaints_do_not_wait_for_jax():
         ),
         (["explain", "--steps", "0"], "--steps 0: must be at least 1"),
         (["explain", "--jsn"], "--jsn: no such flag of explain; did you mean --json?"),
-        (["eval"], "eval: Missing from jaxgpt eval: RUN Folder of the run. (required); see jaxgpt eval --help"),
+        (["eval"], "eval: Missing from jaxgpt eval: RUN Folder of the run, a Hugging Face folder, or a GGUF file. (required)"),
         (["eval", "a", "b"], "b"),
         (["sample", "a", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["sample", "a", "--temprature", "1"], "did you mean --temperature?"),

@@ -92,7 +92,7 @@ def test_parameters_and_configuration_come_out_as_they_went_in(tmp_path):
 
 @pytest.mark.parametrize(
     ("quantized", "error"),
-    [(TYPES.F16, 5e-4), (TYPES.BF16, 4e-3), (TYPES.Q8_0, 4e-3), (TYPES.Q4_0, 0.08), (TYPES.Q4_1, 0.04)],
+    [(TYPES.F16, 5e-4), (TYPES.BF16, 4e-3), (TYPES.Q8_0, 6e-3), (TYPES.Q4_0, 0.14), (TYPES.Q4_1, 0.08)],
 )
 def test_types_of_tensors(tmp_path, quantized, error):
     params = wanted()
