@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxgpt import flags, presets
 from jaxgpt.arguments import given, nearest, parse
@@ -56,7 +56,7 @@ def _initialized(base: RunConfig, source: str, preset: bool) -> RunConfig:
     model that is trained already."""
     from jaxgpt.interop.places import read_config
 
-    rate = {} if preset else {"lr": 1e-4, "min_lr": 1e-5}
+    rate: dict[str, Any] = {} if preset else {"lr": 1e-4, "min_lr": 1e-5}
     return replace(base, model=read_config(Path(source)), tokenizer=source, init_from=source, **rate)
 
 

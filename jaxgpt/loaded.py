@@ -127,7 +127,7 @@ class Run:
             return found
         return capture.in_text_order(found, program.sequence_order(padded.shape[1]))
 
-    def fit(self, data: str, steps: int = 100, quiet: bool = False, **fields: object) -> "Run":
+    def fit(self, data: str, steps: int = 100, quiet: bool = False, **fields: Any) -> "Run":
         """Trains on from here, on a text, and returns this run; see training.fitting.fit. `losses` has each step's.
 
         fields: of RunConfig, such as lr=1e-4 or global_batch=8. Nothing is written to the disk.

@@ -16,8 +16,8 @@ from jaxgpt.cli import main
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.errors import UserError
 
-TRAIN = """preset run data tokenizer init_from validation mesh steps seed global_batch micro_batch seq layers width heads kv_heads
-vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
+TRAIN = """preset run data tokenizer init_from validation mesh steps seed global_batch micro_batch seq layers width
+heads kv_heads vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
 layout sequence_parallel context_attention schedule virtual_stages stages zero recompute dtype
 log_every eval_every eval_tokens save_every keep profile prompt"""
 
@@ -241,7 +241,10 @@ def test_help_and_complaints_do_not_wait_for_jax():
         ),
         (["explain", "--steps", "0"], "--steps 0: must be at least 1"),
         (["explain", "--jsn"], "--jsn: no such flag of explain; did you mean --json?"),
-        (["eval"], "eval: Missing from jaxgpt eval: RUN Folder of the run, a Hugging Face folder, or a GGUF file. (required)"),
+        (
+            ["eval"],
+            "eval: Missing from jaxgpt eval: RUN Folder of the run, a Hugging Face folder, or a GGUF file. (required)",
+        ),
         (["eval", "a", "b"], "b"),
         (["sample", "a", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["sample", "a", "--temprature", "1"], "did you mean --temperature?"),

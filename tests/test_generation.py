@@ -84,9 +84,7 @@ def test_decoding_is_the_same_on_every_mesh(family, mesh):
 @pytest.mark.parametrize("fields", [{"zero": 3}, {"sequence_parallel": True}, {"layout": "seq=tensor,vocab=none"}])
 def test_layouts_of_training_do_not_stand_in_the_way(fields):
     one, many = program(model("llama")), program(model("llama"), "data=2,fsdp=2,tensor=2", **fields)
-    for found, wanted in zip(
-        decoded(many, drawn(many), TEXTS, []), decoded(one, drawn(one), TEXTS, []), strict=True
-    ):
+    for found, wanted in zip(decoded(many, drawn(many), TEXTS, []), decoded(one, drawn(one), TEXTS, []), strict=True):
         close(found, wanted)
 
 
@@ -241,7 +239,7 @@ def test_text_comes_piece_by_piece_and_characters_whole():
 
 
 def test_what_never_becomes_a_character_is_given_at_the_end():
-    rounds, (text,) = written("aä", count=2)
+    _, (text,) = written("aä", count=2)
     assert text == "a\ufffd"
 
 
@@ -256,6 +254,6 @@ def test_the_beginning_of_a_stop_string_that_does_not_come_is_text():
 
 
 def test_an_end_token_ends_and_is_not_text():
-    rounds, texts = written("ab\0cd", "xyzxyz", ends=(0,))
+    _, texts = written("ab\0cd", "xyzxyz", ends=(0,))
     assert texts == ["ab", "xyzxyz"]
     assert len(written("ab\0cd", ends=(0,))[0]) == 4

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written by the gguf package: every type of tensor, every field, one line for what is wrong."""
+"""GGUF files of tiny models, written by the gguf package: every type of tensor, every field, and what is wrong."""
 
 import dataclasses
 

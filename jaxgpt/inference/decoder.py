@@ -51,7 +51,9 @@ class Decoder:
         config = self.trained.config
         rows = [row for row in config.layout.split(",") if not row.strip().startswith("seq")]
         model = replace(config.model, dropout=0.0)
-        return replace(self.trained, config=replace(config, model=model, layout=",".join(rows), sequence_parallel=False))
+        return replace(
+            self.trained, config=replace(config, model=model, layout=",".join(rows), sequence_parallel=False)
+        )
 
     @property
     def model(self) -> ModelConfig:
@@ -119,7 +121,7 @@ class Decoder:
         return {n: w for n, w in cast.items() if not n.startswith(BLOCKS)}, groups
 
     def _whole(self, weights: Arrays, lead: str) -> Arrays:
-        """Weights of one block, or of the ends, gathered over the axes that split them at rest. lead: of their names."""
+        """Weights of a block, or of the ends, gathered over the axes that split them at rest. lead: of their names."""
         axes, skip = self.step.layout.rows.rest, 1 if lead else 0
         return {n: gather(w, self.step.dims[lead + n][skip:], axes) for n, w in weights.items()}
 

@@ -21,7 +21,7 @@ class Sampling:
     top_p: float | int = 1.0
     """Only the likeliest tokens that together have this share of the probability (arXiv 1904.09751)."""
     repetition_penalty: float | int = 1.0
-    """Scores of tokens that are in the text already are divided by this, negative ones multiplied (arXiv 1909.05858)."""
+    """Scores of tokens that the text has already are divided by this, negative ones multiplied (arXiv 1909.05858)."""
     seed: int = 0
     """The same seed draws the same tokens."""
 

@@ -53,7 +53,9 @@ class GGUFFile:
             tensor = self._tensors[name]
             if tensor.tensor_type.name not in TYPES:
                 kind = tensor.tensor_type.name
-                raise UserError(f"{self.path}: tensor {name} is {kind}, which is not read; known are {', '.join(TYPES)}")
+                raise UserError(
+                    f"{self.path}: tensor {name} is {kind}, which is not read; known are {', '.join(TYPES)}"
+                )
             values = self._dequantize(tensor.data, tensor.tensor_type)
             self._last = name, np.asarray(values, np.float32).reshape(self.shapes[name])
         return self._last[1]
@@ -150,7 +152,9 @@ def _package() -> tuple[Any, Any]:
         from gguf import GGUFReader
         from gguf.quants import dequantize
     except ImportError:
-        raise UserError("the gguf package is not installed, which reads .gguf files; pip install jaxgpt[gguf]") from None
+        raise UserError(
+            "the gguf package is not installed, which reads .gguf files; pip install jaxgpt[gguf]"
+        ) from None
     return GGUFReader, dequantize
 
 

@@ -135,7 +135,9 @@ class Weights:
             if names
         ]
         if said:
-            raise UserError(f"{where}: its tensors are not those of the {family.kind} model asked for: {'; '.join(said)}")
+            raise UserError(
+                f"{where}: its tensors are not those of the {family.kind} model asked for: {'; '.join(said)}"
+            )
 
     def _found(self, name: str) -> str:
         """What the file calls it."""
@@ -149,7 +151,7 @@ class Weights:
         return as_ours(tensor, row.dims, ours, self._sizes)
 
     def read(self, name: str, parameter: Parameter, index: tuple[slice, ...]) -> np.ndarray:
-        """fp32 values of a slice of a parameter as a mesh holds it: blocks in their stages' rows, the vocabulary padded;
+        """fp32 values of a slice of a parameter as a mesh holds it: blocks in their stages' rows, vocabulary padded;
         what holds nothing is zero."""
         spans = [range(*each.indices(size)) for each, size in zip(index, parameter.shape, strict=True)]
         out = np.zeros([len(span) for span in spans], np.float32)

@@ -61,7 +61,7 @@ class Drawing:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td><code>{html.escape(r.name)}</code></td><td>{' × '.join(map(str, r.shape))}</td>"
+            f"<tr><td><code>{html.escape(r.name)}</code></td><td>{' x '.join(map(str, r.shape))}</td>"
             f"<td>{html.escape(r.signature)}</td><td>{self._cells(r)}</td></tr>"
             for r in self.rows
         )

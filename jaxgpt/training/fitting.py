@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ def fit(
     data: str,
     steps: int,
     quiet: bool = False,
-    **fields: object,
+    **fields: Any,
 ) -> Fitted:
     """Trains copies of the parameters; params themselves stay as they are.
 
@@ -54,7 +55,7 @@ def fit(
     return Fitted(state["params"], losses)
 
 
-def _config(config: RunConfig, steps: int, fields: dict[str, object]) -> RunConfig:
+def _config(config: RunConfig, steps: int, fields: dict[str, Any]) -> RunConfig:
     require(steps >= 1, "steps", steps, "must be at least 1")
     known = {field.name for field in dataclasses.fields(RunConfig)} - {"model", "mesh"}
     for name in fields:
@@ -62,7 +63,7 @@ def _config(config: RunConfig, steps: int, fields: dict[str, object]) -> RunConf
     wanted = dataclasses.replace(config, steps=steps, warmup=min(config.warmup, steps // 10))
     if "global_batch" in fields:
         wanted = dataclasses.replace(wanted, micro_batch=None)
-    return dataclasses.replace(wanted, **fields)  # type of each value is checked where it is used
+    return dataclasses.replace(wanted, **fields)
 
 
 def _batches(tokens: np.ndarray, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
@@ -75,5 +76,6 @@ def _batches(tokens: np.ndarray, config: RunConfig) -> Iterator[dict[str, np.nda
 def _bar(quiet: bool) -> Progress:
     """Rich draws it in a terminal and in a notebook alike."""
     loss = TextColumn("loss {task.fields[loss]:.4f}")
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn(),
-                    disable=quiet)
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn(), disable=quiet
+    )

@@ -116,7 +116,9 @@ def stored_config(run: Path) -> RunConfig:
     """The configuration of a run that must be there. Raises UserError."""
     config = read_config(run)
     if config is None:
-        raise UserError(f"{run}: is not the folder of a run (it has no {CONFIG}); give the one that train printed, or a model's")
+        raise UserError(
+            f"{run}: is not the folder of a run (it has no {CONFIG}); give the one that train printed, or a model's"
+        )
     return config
 
 
