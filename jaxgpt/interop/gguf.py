@@ -11,7 +11,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from jaxgpt.config import ModelConfig, RopeScaling
 from jaxgpt.data.tokenizer import LibraryTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.interop.families import GGUF, Family
+from jaxgpt.interop.families import GGUF
 
 SUFFIX = ".gguf"
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q6_K")
@@ -36,15 +36,16 @@ class GGUFFile:
         self._fields: dict[str, Any] = opened.fields
         self._tensors = {tensor.name: tensor for tensor in opened.tensors}
         self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        self._kind = ""
         kind = self.get("general.architecture")
         if kind not in GGUF:
             raise UserError(f"{path}: {kind!r} is not an architecture that is read; known are {', '.join(GGUF)}")
-        self.family: Family = GGUF[kind]
+        self.family, self._kind = GGUF[kind], kind
         self._last: tuple[str, np.ndarray] | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field of the file; `{arch}` stands for the architecture."""
-        field = self._fields.get(name.replace("{arch}", getattr(self, "family", Family("", {})).kind))
+        field = self._fields.get(name.replace("{arch}", self._kind))
         return default if field is None else field.contents()
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -97,7 +98,7 @@ class GGUFFile:
     def _whole(self, name: str) -> int:
         found = self.get(name)
         if not isinstance(found, int):
-            shown = name.replace("{arch}", self.family.kind)
+            shown = name.replace("{arch}", self._kind)
             raise UserError(f"{self.path}: field {shown} {found!r}: must be a whole number; fetch the file again")
         return found
 

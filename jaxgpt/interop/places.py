@@ -12,9 +12,10 @@ def is_model(path: Path) -> bool:
     if path.suffix == gguf.SUFFIX:
         return True
     config = path / huggingface.CONFIG
-    if not config.is_file():
+    try:
+        fields = huggingface.read_json(config) if config.is_file() else {}
+    except UserError:  # what is wrong with it is said by whoever wants a run
         return False
-    fields = huggingface.read_json(config)
     return "model_type" in fields or "architectures" in fields
 
 
