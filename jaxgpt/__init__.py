@@ -2,7 +2,7 @@
 
     import jaxgpt
     run = jaxgpt.load("runs/mine", mesh="tensor=2")
-    run.model(tokens); run.generate("def "); run.layouts()
+    run(tokens); run.generate("def "); run.sbp()
 
 Nothing is computed, and JAX is not started, when this is imported.
 """

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from jaxgpt import flags
 from jaxgpt.arguments import nearest, parse
@@ -13,8 +14,9 @@ from jaxgpt.flags import configured
 HELP = """usage: jaxgpt VERB [flags]
 
   train     train a GPT on a mesh of devices, or resume a run
-  eval      loss, perplexity and bits per byte of a run
-  sample    text that a run writes
+  eval      loss, perplexity and bits per byte of a run or a model
+  sample    text that a run or a model writes
+  export    a run or a model as a Hugging Face folder
   check     one device against a mesh, array by array; takes train's flags
   explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
   plan      the fastest meshes for hardware that need not be there, with time and memory; takes train's flags
@@ -92,7 +94,29 @@ def sample(args: list[str]) -> int:
 
     run = jaxgpt.load(chosen.run, chosen.mesh)
     prompt = run.config.prompt if chosen.prompt is None else chosen.prompt
-    print(f"{prompt}{run.generate(prompt, chosen.tokens, chosen.temperature, chosen.seed)}")
+    pieces = run.stream(
+        prompt,
+        chosen.tokens,
+        temperature=chosen.temperature,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        repetition_penalty=chosen.repetition_penalty,
+        stop=[] if chosen.stop is None else [chosen.stop],
+        seed=chosen.seed,
+    )
+    for piece in chain([prompt], pieces):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def export(args: list[str]) -> int:
+    """Writes a run or a model as a Hugging Face folder."""
+    chosen = parse("export", flags.ExportFlags, args)
+
+    import jaxgpt
+
+    jaxgpt.load(chosen.run, chosen.mesh).export(chosen.out, chosen.dtype)
     return 0
 
 
@@ -109,6 +133,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "sample": sample,
+    "export": export,
     "check": check,
     "explain": explain,
     "plan": plan,

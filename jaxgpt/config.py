@@ -185,6 +185,8 @@ class RunConfig:
     tokenizer: str = "bpe"
     """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
     encoder.json and vocab.bpe."""
+    init_from: str = ""
+    """A Hugging Face folder or a GGUF file whose model is trained on; empty: parameters are drawn."""
     validation: float = 0.05
     """Share of the tokens, at the end, that is kept for validation."""
     mesh: str = ""

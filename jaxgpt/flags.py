@@ -38,6 +38,9 @@ class TrainFlags:
     tokenizer: str
     """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
     encoder.json and vocab.bpe."""
+    init_from: str
+    """A Hugging Face folder or a GGUF file to train on from; it gives the model, and the tokenizer where none is named.
+    Empty: parameters are drawn."""
     validation: float
     """Share of the tokens, at the end, kept for validation."""
     mesh: str
@@ -168,10 +171,10 @@ class PlanFlags(TrainFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFlags:
-    """Loss, perplexity, bits per byte and tokens counted of a trained run."""
+    """Loss, perplexity, bits per byte and tokens counted of a trained run or of a model."""
 
     run: Run
-    """Folder of the run."""
+    """Folder of the run, a Hugging Face folder, or a GGUF file."""
     data: str | None = None
     """Text to read, in full; None: the run's own validation part."""
     mesh: str = ""
@@ -180,20 +183,42 @@ class EvalFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFlags:
-    """Text that a trained run writes after a prompt."""
+    """Text that a trained run or a model writes after a prompt."""
 
     run: Run
-    """Folder of the run."""
+    """Folder of the run, a Hugging Face folder, or a GGUF file."""
     prompt: str | None = None
     """Start of the text; None: the run's own."""
     tokens: int = 200
     """Tokens to write."""
     temperature: float = 0.8
     """0: always the likeliest token."""
+    top_k: int = 0
+    """Draw among the k likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together have this share of the probability."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens that the text has already become less likely."""
+    stop: str | None = None
+    """End before this text."""
     seed: int = 0
     """The same seed writes the same text."""
     mesh: str = ""
     """Axes and sizes; empty: one device. Any mesh opens any run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    """Writes a run or a model as a Hugging Face folder: config.json, safetensors, tokenizer, generation_config.json."""
+
+    run: Run
+    """Folder of the run, a Hugging Face folder, or a GGUF file."""
+    out: Annotated[Positional[Path], arg(metavar="OUT")]
+    """New or empty folder."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the tensors; fp32 loses nothing."""
+    mesh: str = ""
+    """Axes and sizes to open it on; empty: one device."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +251,22 @@ def configured(verb: str, kind: type[F], args: list[str]) -> Configured[F]:
         alone = stored is None and preset is None
         base = found.config if alone else found.onto(base, f"--run {run}" if stored else f"--preset {name}")
         name = plan if alone else name
+    if (source := texts.get("init_from")) and not stored:
+        base = _initialized(base, source, preset is not None)
     chosen = parse(verb, kind, args, defaults(kind, base, name, Path(run) if run else None))
     if stored and "mesh" in explicit and chosen.mesh != base.mesh:
         base = dataclasses.replace(base, **uncut(explicit | planned))
     config = override(base, {field: getattr(chosen, field) for field in explicit})
     return Configured(config, chosen, explicit | planned, Path(name).name.removesuffix(".json"))
+
+
+def _initialized(base: RunConfig, source: str, preset: bool) -> RunConfig:
+    """The base with the model and tokenizer of --init-from, and, unless a preset says another, a learning rate for a
+    model that is trained already."""
+    from jaxgpt.interop.places import read_config
+
+    rate: dict[str, Any] = {} if preset else {"lr": 1e-4, "min_lr": 1e-5}
+    return dataclasses.replace(base, model=read_config(Path(source)), tokenizer=source, init_from=source, **rate)
 
 
 def defaults(kind: type[F], base: RunConfig, preset: str, run: Path | None) -> F:

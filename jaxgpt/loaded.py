@@ -1,9 +1,9 @@
-"""A trained run opened in a notebook: the sharded model, called, read and made to write."""
+"""A trained run, or a model of somebody else's, opened: the sharded model, called, read and made to write."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +12,54 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxgpt.config import RunConfig
-from jaxgpt.data import load_tokenizer
-from jaxgpt.errors import require
-from jaxgpt.inference.generate import generate
+from jaxgpt.data import Tokenizer
+from jaxgpt.errors import UserError, require
+from jaxgpt.inference.sampling import Sampling
+from jaxgpt.inference.text import write
+from jaxgpt.interop import beside
+from jaxgpt.interop.export import export
 from jaxgpt.model.module import GPT, ArrayLike
-from jaxgpt.training import derived
+from jaxgpt.sharding.drawing import Drawing, draw
+from jaxgpt.training import capture, derived, fitting
 from jaxgpt.training.console import Console
 from jaxgpt.training.program import Program
 from jaxgpt.training.run import open_trained
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Run:
-    """A run's parameters on a mesh. `run.model(tokens)`, `run.generate("def ")`, `run.layouts()`."""
+    """A model's parameters on a mesh. `run(tokens)`, `run.generate("def ")`, `run.layouts()`."""
 
     config: RunConfig
     program: Program
     params: dict[str, jax.Array]
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     step: int
     """Steps trained."""
+    beside: beside.Beside
+    """Files that lie beside the tokenizer: chat template, special tokens, how to generate."""
+    losses: list[float] = field(default_factory=list)
+    """Of the steps that fit has trained, nats a token."""
+    _captures: list[dict[str, jax.Array | None]] = field(default_factory=list)
 
     @cached_property
     def model(self) -> GPT:
         """The model as an NNX module; model(tokens [B, S]) -> fp32 logits [B, S, vocabulary]."""
         return GPT(self.config.model, self.params, self.logits)
 
-    def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
-        """Logits of params for tokens [B, S], any B, any S up to the context length."""
-        return self._forward(params, self._checked(np.asarray(tokens)))[..., : self.config.model.vocab]
+    def __call__(self, tokens: ArrayLike) -> Float[Array, "B S V"]:
+        """fp32 logits of tokens [B, S], any B, any S up to the context length."""
+        for activations in self._captures:
+            for name in activations:
+                activations[name] = self._activation(name, self.checked(np.asarray(tokens)))
+        return self.logits(self.params, tokens)
 
-    def _checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
+    def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
+        """Logits of params for tokens [B, S]."""
+        return self._forward(params, self.checked(np.asarray(tokens)))[..., : self.config.model.vocab]
+
+    def checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
+        """Tokens that the model can read. Raises UserError for others."""
         model = self.config.model
         require(tokens.dtype.kind in "iu", "tokens", tokens.dtype, "must be whole numbers")
         two = tokens.ndim == 2 and tokens.size > 0
@@ -53,47 +70,130 @@ class Run:
         return tokens.astype(np.int32)
 
     def _forward(self, params: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
-        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.program.divisors, strict=True))
-        padded = np.pad(tokens, ((0, rows), (0, columns)))
-        logits = self.program.logits(params, self.program.place_tokens(padded))
+        logits = self.program.logits(params, self.program.place_tokens(self._padded(tokens)))
         whole = jax.device_put(logits, jax.sharding.NamedSharding(self.program.mesh, jax.sharding.PartitionSpec()))
         return self.program.text_order(whole)[: tokens.shape[0], : tokens.shape[1]]
 
-    def generate(
-        self,
-        prompt: str | list[str],
-        max_tokens: int = 200,
-        temperature: float = 0.8,
-        seed: int = 0,
-    ) -> str | list[str]:
-        """The text that the model writes after a prompt, or after each of several. The same seed, the same text."""
+    def _padded(self, tokens: np.ndarray) -> np.ndarray:
+        """With rows and columns added up to what the mesh divides them by."""
+        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.program.divisors, strict=True))
+        return np.pad(tokens, ((0, rows), (0, columns)))
+
+    # Research
+
+    def value_and_grad(self, batch: ArrayLike | Mapping[str, ArrayLike]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss over the tokens of a batch, and the gradient of every parameter, laid out as the parameter is.
+
+        batch: tokens [B, S + 1], each but the first of a row to be predicted; or {"inputs": [B, S], "targets": [B, S]},
+        where a target of -1 is not counted. Dropout, where the model has it, is that of the step to come.
+        """
+        if isinstance(batch, Mapping):
+            inputs, targets = np.asarray(batch["inputs"]), np.asarray(batch["targets"])
+        else:
+            inputs, targets = np.asarray(batch)[:, :-1], np.asarray(batch)[:, 1:]
+        require(targets.shape == inputs.shape, "targets", targets.shape, f"must be of the inputs' shape {inputs.shape}")
+        self.checked(np.maximum(targets, 0))
+        rows, columns = -len(inputs) % self.program.micro_batch, -inputs.shape[1] % self.program.divisors[1]
+        around = ((0, rows), (0, columns))
+        padded = {
+            "inputs": np.pad(self.checked(inputs), around),
+            "targets": np.pad(targets.astype(np.int32), around, constant_values=-1),
+        }
+        loss, gradients, _ = self.program.gradients(self.params, self.program.place(padded), np.int32(self.step))
+        return loss, gradients
+
+    @contextmanager
+    def capture(self, *names: str) -> Iterator[dict[str, jax.Array | None]]:
+        """Within it, run(tokens) leaves the activations of these names in the dictionary that it gives: [B, S, width],
+        as they lie on the mesh; rows and columns up to what the mesh divides them by are added.
+
+        names: "blocks.3.attention" and "blocks.3.mlp", what they add to the residual stream; "blocks.3", the block's
+        output.
+        """
+        for name in names:
+            capture.site(name, self.config.model.layers)
+        activations: dict[str, jax.Array | None] = dict.fromkeys(names)
+        self._captures.append(activations)
+        try:
+            yield activations
+        finally:
+            self._captures.pop()
+
+    def _activation(self, name: str, tokens: np.ndarray) -> jax.Array:
+        padded, program = self._padded(tokens), self.program
+        wanted = capture.site(name, self.config.model.layers)
+        found = capture.captured(program.step_of, program.mesh, wanted)(self.params, program.place_tokens(padded))
+        if program.layout.sequence is None:
+            return found
+        return capture.in_text_order(found, program.sequence_order(padded.shape[1]))
+
+    def fit(self, data: str, steps: int = 100, quiet: bool = False, **fields: Any) -> "Run":
+        """Trains on from here, on a text, and returns this run; see training.fitting.fit. `losses` has each step's.
+
+        fields: of RunConfig, such as lr=1e-4 or global_batch=8. Nothing is written to the disk.
+        """
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        fitted = fitting.fit(self.program, self.params, self.tokenizer, data, steps, quiet, **fields)
+        self.params, self.step = fitted.params, self.step + steps
+        self.losses += fitted.losses
+        self.__dict__.pop("model", None)  # made anew, of the new parameters
+        return self
+
+    # Text
+
+    def generate(self, prompt: str | list[str], max_tokens: int = 200, **how: Any) -> str | list[str]:
+        """The text that the model writes after a prompt, or after each of several. The same seed, the same text.
+
+        how: temperature (0.8), top_k, top_p, repetition_penalty and seed, as of inference.sampling.Sampling; stop:
+        texts before which it ends.
+        """
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        encoded = [self.tokenizer.encode(text) for text in prompts]
+        rounds = list(self._write(prompts, max_tokens, **how))
+        texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def stream(self, prompt: str, max_tokens: int = 200, **how: Any) -> Iterator[str]:
+        """What generate returns, piece by piece as it is written."""
+        return (pieces[0] for pieces in self._write([prompt], max_tokens, **how))
+
+    def _write(
+        self, prompts: Sequence[str], max_tokens: int, stop: Sequence[str] = (), **how: Any
+    ) -> Iterator[list[str]]:
+        sampling, seq = Sampling(**how), self.config.model.seq
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        require(len(prompts) > 0, "prompts", list(prompts), "must be one at least")
+        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
+        require(not isinstance(stop, str) and all(stop), "stop", stop, "must be a list of texts, none of them empty")
+        encoded = [self.tokenizer.encode(text).tolist() for text in prompts]
         for text, ids in zip(prompts, encoded, strict=True):
             require(len(ids) > 0, "--prompt", repr(text), "must have at least one token")
-        require(len(prompts) > 0, "prompts", prompts, "must be one at least")
-        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
-        require(0 <= seed < 2**64, "--seed", seed, "must be at least 0 and below 2**64")
-        require(
-            temperature == 0 or 1e-3 <= temperature < math.inf,
-            "--temperature",
-            temperature,
-            "must be 0, for the likeliest token, or at least 0.001",
-        )
-        written = generate(
-            partial(self.program.next_logits, self.params),
-            [ids.tolist() for ids in encoded],
-            self.config.model.seq,
-            max_tokens,
-            temperature,
-            seed,
-        )
-        texts = [self.tokenizer.decode(ids) for ids in written]
-        return texts[0] if isinstance(prompt, str) else texts
+            fits = len(ids) <= seq
+            require(fits, "--prompt", f"of {len(ids)} tokens", f"is longer than the context of {seq}", "shorten it")
+        ends = beside.ends(self.beside, self.tokenizer)
+        writing = self.program.decoding(self.params)
+        return write(writing, self.tokenizer, encoded, seq, max_tokens, sampling, stop, ends)
+
+    def export(self, out: str | Path, dtype: str = "fp32") -> None:
+        """Writes a folder that transformers and others load. dtype: "fp32", which loses nothing, or "bf16".
+
+        Raises UserError where no architecture of theirs has this model, or where something is there already.
+        """
+        model = self.config.model
+        export(Path(out), model, self.params, self.program.in_order, self.tokenizer, self.beside, dtype)
+
+    # Layouts
 
     def layouts(self) -> "Layouts":
         """How each parameter lies on the mesh: shape, and S(dimension) by axis."""
         return Layouts(derived.layout_rows(self.program))
+
+    def sbp(self) -> Drawing:
+        """Every parameter as it lies on the devices: in colours in a notebook."""
+        table = self.program.table
+        rows = [draw(name, array, table[name].dims) for name, array in self.params.items()]
+        return Drawing(self.program.sizes, rows)
 
 
 @dataclass(frozen=True)
@@ -110,10 +210,11 @@ class Layouts:
 
 
 def load(run: str | Path, mesh: str = "") -> Run:
-    """Opens a run's last whole checkpoint on any mesh ("tensor=2"; empty: one device).
+    """Opens a run's last whole checkpoint, a Hugging Face folder or a GGUF file on any mesh ("tensor=2"; empty: one
+    device).
 
-    Raises UserError where the folder is no run, has no checkpoint, or the mesh does not fit.
+    Raises UserError where it is none of them, has no weights or not those of its configuration, or the mesh does not
+    fit.
     """
-    folder = Path(run)
-    trained = open_trained(folder, mesh or "data=1", Console())
-    return Run(trained.config, trained.program, trained.params, load_tokenizer(folder / "tokenizer"), trained.step)
+    trained = open_trained(Path(run), mesh or "data=1", Console())
+    return Run(trained.config, trained.program, trained.params, trained.tokenizer, trained.step, trained.beside)

@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,8 @@ class Bigram(Program):
         with jax.set_mesh(self.mesh):
             return _step(state, batch, self.config.lr)
 
-    def next_logits(self, params: Tree, tokens: np.ndarray, last: np.ndarray) -> np.ndarray:
-        return np.asarray(params["table"])[tokens[np.arange(len(tokens)), last]]
+    def decoding(self, params: Tree) -> "Chain":
+        return Chain(np.asarray(params["table"]))
 
     @cached_property
     def evaluate(self) -> Any:
@@ -71,6 +72,19 @@ class Bigram(Program):
                 return _loss(params["table"], batch)
 
         return loss
+
+
+class Chain(NamedTuple):
+    """A table that writes: what follows is the last token's row."""
+
+    table: np.ndarray
+    left: int = 1000
+
+    def start(self, texts: Sequence[Sequence[int]], room: int) -> np.ndarray:
+        return self.next([text[-1] for text in texts])
+
+    def next(self, tokens: Sequence[int]) -> np.ndarray:
+        return self.table[list(tokens)]
 
 
 @jax.jit

@@ -238,7 +238,7 @@ def test_one_device_takes_the_microbatch_that_fits(
         ("--mesh data=2 --zero 4", "--zero 4: not allowed; give one of 0, 1, 2, 3"),
         ("--mesh tensr=2", "'tensr' is not an axis; did you mean tensor?"),
         ("--mesh tensor=2 --layout heads=tensor+tensor", "cannot lie twice on one axis"),
-        ("--mesh tensor=2 --layout hads=tensor", "'hads=tensor' is not dimension=axes"),
+        ("--mesh tensor=2 --layout hads=tensor", "'hads' is not a dimension"),
         ("--mesh tensor=2 --layout heads=tensr", "'tensr' is not a mesh axis"),
         ("--mesh tensor=2 --layout mlp=data", "mlp cannot lie on data"),
         ("--mesh data=2 --micro-batch 3", "--micro-batch 3: must divide a device's share of --global-batch, 4"),

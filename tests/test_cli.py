@@ -16,10 +16,9 @@ from jaxgpt.cli import main
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.errors import UserError
 
-TRAIN = """preset run plan data tokenizer validation mesh steps seed global_batch micro_batch seq layers width heads kv_heads
-vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
-layout sequence_parallel context_attention schedule schedule_file virtual_stages stages zero recompute
-dtype
+TRAIN = """preset run plan data tokenizer init_from validation mesh steps seed global_batch micro_batch seq layers width
+heads kv_heads vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
+layout sequence_parallel context_attention schedule schedule_file virtual_stages stages zero recompute dtype
 log_every eval_every eval_tokens save_every keep profile prompt"""
 
 
@@ -36,7 +35,9 @@ def runs(monkeypatch):
         return call
 
     result = types.SimpleNamespace(status=0)
-    opened = types.SimpleNamespace(config=presets.DEMO, generate=recorded("generate", "(x):"))
+    opened = types.SimpleNamespace(
+        config=presets.DEMO, stream=recorded("stream", ["(x", "):"]), export=recorded("export", None)
+    )
     fake = types.SimpleNamespace(calls=calls, result=result)
     fake.train, fake.evaluate = recorded("train", result), recorded("evaluate", None)
     monkeypatch.setattr(jaxgpt.training, "run", fake, raising=False)
@@ -73,8 +74,9 @@ def test_the_flags_are_these_and_no_others():
     assert [field.name for field in dataclasses.fields(flags.PlanFlags)] == [*TRAIN.split(), *planned]
     assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh"]
     assert [field.name for field in dataclasses.fields(flags.SampleFlags)] == (
-        ["run", "prompt", "tokens", "temperature", "seed", "mesh"]
+        "run prompt tokens temperature top_k top_p repetition_penalty stop seed mesh".split()
     )
+    assert [field.name for field in dataclasses.fields(flags.ExportFlags)] == ["run", "out", "dtype", "mesh"]
 
 
 def test_without_flags_the_demo_is_trained(runs):
@@ -163,13 +165,22 @@ def test_eval(runs):
 
 def test_sample(runs, capsys):
     assert main(["sample", "runs/mine", "--prompt", "def main", "--seed", "3", "--mesh", "tensor=2"]) == 0
+    how = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "stop": [], "seed": 3}
     assert runs.calls == [
         ("load", (Path("runs/mine"), "tensor=2"), {}),
-        ("generate", ("def main", 200, 0.8, 3), {}),
+        ("stream", ("def main", 200), how),
     ]
     assert capsys.readouterr().out == "def main(x):\n"
+    main(["sample", "runs/mine", "--stop", "\n", "--top-k=5", "--top-p", "0.9", "--repetition-penalty", "1.1"])
+    given = {"top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1, "stop": ["\n"], "seed": 0}
+    assert runs.calls[-1] == ("stream", (presets.DEMO.prompt, 200), how | given)
     main(["sample", "runs/mine"])
     assert runs.calls[-1][1][0] == presets.DEMO.prompt
+
+
+def test_export(runs):
+    assert main(["export", "runs/mine", "out", "--dtype", "bf16"]) == 0
+    assert runs.calls == [("load", (Path("runs/mine"), ""), {}), ("export", (Path("out"), "bf16"), {})]
 
 
 # Help
@@ -179,7 +190,8 @@ def test_sample(runs, capsys):
 def test_help_names_the_verbs(capsys, args):
     assert main(args) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {verb} " in out for verb in ("train", "eval", "sample", "check", "explain", "plan"))
+    verbs = ("train", "eval", "sample", "export", "check", "explain", "plan")
+    assert all(f"\n  {verb} " in out for verb in verbs)
 
 
 def test_help_shows_the_defaults_of_the_preset(capsys):
@@ -239,10 +251,15 @@ def test_help_and_complaints_do_not_wait_for_jax():
         ),
         (["explain", "--steps", "0"], "--steps 0: must be at least 1"),
         (["explain", "--jsn"], "--jsn: no such flag of explain; did you mean --json?"),
-        (["eval"], "eval: Missing from jaxgpt eval: RUN Folder of the run. (required); see jaxgpt eval --help"),
+        (
+            ["eval"],
+            "eval: Missing from jaxgpt eval: RUN Folder of the run, a Hugging Face folder, or a GGUF file. (required)",
+        ),
         (["eval", "a", "b"], "b"),
         (["sample", "a", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["sample", "a", "--temprature", "1"], "did you mean --temperature?"),
+        (["export", "a"], "export: Missing from jaxgpt export: OUT"),
+        (["export", "a", "b", "--dtype", "fp8"], "--dtype fp8: not allowed; give one of fp32, bf16"),
         (["sample", "a", "--tokens", "many"], "--tokens many: not allowed; give a whole number"),
     ],
 )

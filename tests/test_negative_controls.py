@@ -23,6 +23,7 @@ from jaxgpt.config import RunConfig
 from jaxgpt.model import elementwise, gpt, vocabulary
 from jaxgpt.model.attention import Part
 from jaxgpt.pipeline import loop, stage
+from jaxgpt.pipeline.schedule import FORWARD, INPUT
 from jaxgpt.training import microbatch, optimizer, parity, step
 from jaxgpt.training.microbatch import Microbatch
 from jaxgpt.training.parity import Difference, Trace
@@ -265,23 +266,25 @@ def lookups_gradient_from_another_stage(patch: Patch) -> None:
     patch.setattr(microbatch, "from_stage", lambda placement, number, x: real(placement, number or 1, x))
 
 
-def read_from_another_place(patch: Patch, ring: str) -> None:
-    """What the plan says of one ring, read from the place after it."""
+def read_from_another_place(patch: Patch, ring: str, writer: int) -> None:
+    """What the plan says of one ring, read from the place after it; the writer writes where it should."""
     real = loop.plan
 
     def plan(schedule: Any) -> Any:
         found = real(schedule)
-        return dataclasses.replace(found, **{ring: (getattr(found, ring) + 1) % getattr(found, f"{ring}s")})
+        places, size = getattr(found, ring), getattr(found, f"{ring}s")
+        wrong = np.where(schedule.operation == writer, places, (places + 1) % size)
+        return dataclasses.replace(found, **{ring: wrong})
 
     patch.setattr(loop, "plan", plan)
 
 
 def residuals_of_another_microbatch(patch: Patch) -> None:
-    read_from_another_place(patch, "residual")
+    read_from_another_place(patch, "residual", FORWARD)
 
 
 def weights_part_of_another_microbatch(patch: Patch) -> None:
-    read_from_another_place(patch, "split")
+    read_from_another_place(patch, "split", INPUT)
 
 
 G, BLOCKS, NORM = "gradient of ", "gradient of blocks.", "gradient norm"

@@ -49,7 +49,7 @@ def test_the_commands_are_known():
     assert verbs == [
         [".venv/bin/jaxgpt", "train"],
         [".venv/bin/pytest"],
-        *(["jaxgpt", verb] for verb in ("train", "train", "eval", "sample", "explain", "explain", "plan", "check")),
+        *(["jaxgpt", verb] for verb in "train train eval sample export explain explain plan check".split()),
     ]
 
 
@@ -74,7 +74,9 @@ def test_the_first_command_trains_in_a_process_of_its_own(folder, there):
 
 
 def test_the_other_commands_in_turn(folder, there, capsys):
-    train, resume, evaluate, sample, explain, draw, plan, check = (parts(command)[0][1:] for command in COMMANDS[2:])
+    train, resume, evaluate, sample, export, explain, draw, plan, check = (
+        parts(command)[0][1:] for command in COMMANDS[2:]
+    )
     assert main([*train, *TINY]) == 0
     assert (folder / "runs" / "mine" / "loss.png").stat().st_size > 0
     capsys.readouterr()
@@ -84,6 +86,8 @@ def test_the_other_commands_in_turn(folder, there, capsys):
     assert "perplexity" in capsys.readouterr().out
     assert main([*sample, "--tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("def main(")
+    assert main(export) == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= set(os.listdir("out"))
     notebook()
     assert main(check + TINY + ["--data", "my_texts"]) == 0
     assert "parameter blocks.mlp.up.weight" in capsys.readouterr().out
@@ -108,6 +112,9 @@ def notebook() -> None:
     names = {"tokens": tokens}
     exec(block, names)
     assert names["run"].model(tokens).shape == (2, 16, 256)
+    assert names["gradients"].keys() == names["run"].params.keys()
+    assert names["activations"]["blocks.0.attention"].shape == (2, 16, 32)
+    assert len(names["run"].losses) == 2
     assert "tensor: S(vocab)" in repr(names["run"].layouts())
 
 

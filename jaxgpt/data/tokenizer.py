@@ -203,6 +203,13 @@ def open_tokenizer(path: str) -> LibraryTokenizer:
     place = Path(os.path.expanduser(path))
     if not os.path.exists(place):
         raise UserError(f"--tokenizer {path}: no such name or file; allowed are {ALLOWED}")
+    if place.suffix == ".gguf":
+        from jaxgpt.interop.gguf import GGUFFile  # which makes tokenizers of this module's kind
+
+        found = GGUFFile(place).tokenizer()
+        if found is None:
+            raise UserError(f"--tokenizer {path}: no tokenizer in this file; allowed are {ALLOWED}")
+        return found
     folder = os.path.isdir(place)
     if folder and os.path.exists(place / _LIBRARY_FILE):
         return _from_file(place / _LIBRARY_FILE)

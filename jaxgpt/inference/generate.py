@@ -1,44 +1,58 @@
 """Text from a model: one token after another, the same on every mesh for the same seed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
-from jaxtyping import Float, Int
+from jaxgpt.inference.decoding import Writing
+from jaxgpt.inference.sampling import Sampling
 
-Logits = Callable[[Int[np.ndarray, "B S"], Int[np.ndarray, " B"]], Float[np.ndarray, "B V"]]
-"""(tokens, index of each row's last token) -> logits of the next one."""
+
+@dataclass
+class Row:
+    """One text of a batch."""
+
+    prompt: list[int]
+    written: list[int] = field(default_factory=list)
+    done: bool = False
+    """Set by whoever reads it: nothing more is written of it."""
+    forgotten: int = 0
+    """Tokens at its beginning that the model no longer sees."""
+
+    @property
+    def seen(self) -> list[int]:
+        """The tokens that the model sees."""
+        return (self.prompt + self.written)[self.forgotten :]
 
 
 def generate(
-    next_logits: Logits,
-    prompts: Sequence[Sequence[int]],
-    seq: int,
-    max_tokens: int,
-    temperature: float = 0.8,
-    seed: int = 0,
-) -> list[list[int]]:
-    """max_tokens more tokens for each prompt.
+    writing: Writing, rows: Sequence[Row], seq: int, max_tokens: int, sampling: Sampling
+) -> Iterator[list[int | None]]:
+    """Writes up to max_tokens tokens of each row, and yields those of each round, None of a row that is done.
 
-    The model sees the last `seq` tokens, in a buffer of one shape, so that nothing is compiled twice: what lies to
-    the right of a token cannot change its logits. Temperature 0 takes the likeliest token. The noise of a token is a
-    function of seed, row and position, so that neither mesh nor batch changes it.
+    The model sees at most `seq` tokens. Where a text has grown beyond that, its older half is forgotten and the rest is
+    read again, so that this happens once in seq / 2 tokens. When that is, follows from the row alone: what is written
+    of a row does not depend on the others (but for its noise, which its number decides).
     """
-    rows = [list(prompt) for prompt in prompts]
-    starts = [len(row) for row in rows]
+    for row in rows:
+        row.forgotten = max(0, len(row.prompt) - seq)
+    scores = writing.start([row.seen for row in rows], max_tokens)
     for count in range(max_tokens):
-        seen = [row[-seq:] for row in rows]
-        tokens = np.zeros((len(rows), seq), np.int32)
-        for buffer, row in zip(tokens, seen, strict=True):
-            buffer[: len(row)] = row
-        logits = next_logits(tokens, np.array([len(row) - 1 for row in seen], np.int32))
-        for index, (row, scores) in enumerate(zip(rows, logits, strict=True)):
-            row.append(_choose(scores, temperature, (seed, index, count)))
-    return [row[start:] for row, start in zip(rows, starts, strict=True)]
-
-
-def _choose(scores: Float[np.ndarray, " V"], temperature: float, place: tuple[int, ...]) -> int:
-    """One token by the Gumbel trick: the softmax's distribution, without its sum."""
-    if temperature == 0:
-        return int(scores.argmax())
-    noise = np.random.default_rng(place).gumbel(size=scores.shape)
-    return int((scores / temperature + noise).argmax())
+        round_: list[int | None] = []
+        for number, row in enumerate(rows):
+            token = None
+            if not row.done:
+                token = sampling.choose(scores[number], row.prompt + row.written, number, count)
+                row.written.append(token)
+            round_.append(token)
+        yield round_
+        if count + 1 == max_tokens or all(row.done for row in rows):
+            return
+        full = [row for row in rows if len(row.seen) > seq]
+        if full or not writing.left:
+            for row in full:
+                row.forgotten += len(row.seen) - max(1, seq // 2)
+            for row in rows:
+                row.forgotten += len(row.seen) - 1 if row.done else 0
+            scores = writing.start([row.seen for row in rows], max_tokens - count - 1)
+        else:
+            scores = writing.next([0 if token is None else token for token in round_])

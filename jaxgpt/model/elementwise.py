@@ -133,17 +133,18 @@ def rope_frequencies(rotated: int, base: float, scaling: RopeScaling | None) -> 
 def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cos, sin = cos[:, None, :].astype(x.dtype), sin[:, None, :].astype(x.dtype)
+    cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 @jax.custom_vjp
 def rotary(
-    x: Float[Array, "B S N K"], cos: Float[Array, "S half"], sin: Float[Array, "S half"]
+    x: Float[Array, "B S N K"], cos: Float[Array, "*rows S half"], sin: Float[Array, "*rows S half"]
 ) -> Float[Array, "B S N K"]:
     """Turns the first 2 * half dimensions of each head, first half against second half as Hugging Face's models do.
 
-    The tables come from fp32 angles: in bf16 positions beyond 256 would be rounded.
+    The tables, the same for all rows or each row's own, come from fp32 angles: in bf16 positions beyond 256 would be
+    rounded.
     """
     return _turn(x, cos, sin)
 

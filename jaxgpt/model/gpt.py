@@ -5,7 +5,7 @@ the form that fuse makes of the stored parameters. Letters: B batch, S sequence,
 G query heads of a key-value head, K head width, F feed-forward width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,12 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.attention import attention
 from jaxgpt.model.elementwise import activation, dropout, gated, norm, rope_frequencies, rotary
+from jaxgpt.model.taps import tap
 from jaxgpt.sharding.named import linear, relayout
 
 Weights = Mapping[str, jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Attention of another kind than a kernel's, to a cache: (q, k, v) -> output of q's shape."""
 
 RESIDUAL = "batch seq embed"
 
@@ -104,7 +107,7 @@ def _parted_backward(_: tuple[()], parts: tuple[jax.Array, ...]) -> tuple[jax.Ar
 _parted.defvjp(lambda x: (_parted(x), ()), _parted_backward)
 
 
-def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel: str) -> jax.Array:
+def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel: str | Attend) -> jax.Array:
     x = _linear(h, w, "attention.qkv", "batch length kv_heads group head")
     q, k, v = _parted(checkpoint_name(x, "qkv"))
     if config.qk_norm:
@@ -112,7 +115,8 @@ def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel
         k = norm(k, w["attention.key_norm.scale"], None, "rmsnorm", config.norm_epsilon)
     if c.cos is not None and c.sin is not None:
         q, k = rotary(q, c.cos, c.sin), rotary(k, c.cos, c.sin)
-    o = checkpoint_name(attention(q, k, v, kernel, config.window), "attended")
+    attended = kernel(q, k, v) if callable(kernel) else attention(q, k, v, kernel, config.window)
+    o = checkpoint_name(attended, "attended")
     return _linear(o, w, "attention.out", RESIDUAL)
 
 
@@ -127,16 +131,16 @@ def _mlp(config: ModelConfig, w: Weights, h: jax.Array) -> jax.Array:
 
 
 def block(
-    config: ModelConfig, kernel: str, w: Weights, x: Float[Array, "B S D"], layer: Int[Array, ""], c: Context
+    config: ModelConfig, kernel: str | Attend, w: Weights, x: Float[Array, "B S D"], layer: Int[Array, ""], c: Context
 ) -> Float[Array, "B S D"]:
     """One transformer block. layer: its logical index, counted from 0 whatever stage it lies on."""
     with jax.named_scope("attention"):
         h = _norm(config, w, "norm1", x)
-        attended = _dropout(config, _attention(config, w, h, c, kernel), c, layer, 1)
+        attended = tap("attention", _dropout(config, _attention(config, w, h, c, kernel), c, layer, 1))
     added = checkpoint_name(x + attended, "attention_added")
     with jax.named_scope("mlp"):
         h = _norm(config, w, "norm2", x if config.parallel_residual else added)
-        return added + _dropout(config, _mlp(config, w, h), c, layer, 2)
+        return tap("", added + tap("mlp", _dropout(config, _mlp(config, w, h), c, layer, 2)))
 
 
 def final_norm(config: ModelConfig, w: Weights, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -118,7 +118,9 @@ def stored_config(run: Path) -> RunConfig:
     """The configuration of a run that must be there. Raises UserError."""
     config = read_config(run)
     if config is None:
-        raise UserError(f"{run}: is not the folder of a run (it has no {CONFIG}); give the one that train printed")
+        raise UserError(
+            f"{run}: is not the folder of a run (it has no {CONFIG}); give the one that train printed, or a model's"
+        )
     return config
 
 
@@ -155,6 +157,8 @@ def asked_vocabulary(run: Path, config: RunConfig, stored: RunConfig | None) -> 
 
 def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
     """The configuration with what was left open: the vocabulary's real size, full paths."""
+    if config.init_from:  # the model is there already, and may have more entries than its tokenizer
+        return _full_paths(config)
     return dataclasses.replace(
         _full_paths(config), model=dataclasses.replace(config.model, vocab=dataset.tokenizer.size)
     )
@@ -182,8 +186,9 @@ def fingerprint(dataset: Dataset) -> str:
     return hashlib.sha256(json.dumps(dataset.manifest["checksums"], sort_keys=True).encode()).hexdigest()
 
 
-def write(run: Path, config: RunConfig, asked: int, dataset: Dataset) -> None:
-    """Writes configuration, data and tokenizer; each is whole or absent. Raises UserError."""
+def write(run: Path, config: RunConfig, asked: int, dataset: Dataset, beside: Mapping[str, bytes]) -> None:
+    """Writes configuration, data and tokenizer; each is whole or absent. beside: files that belong beside the
+    tokenizer. Raises UserError."""
     record = {"fingerprint": fingerprint(dataset), "asked_vocabulary": asked, "store": dataset.manifest}
     try:
         replace(run / CONFIG, to_json(config).encode())
@@ -193,6 +198,8 @@ def write(run: Path, config: RunConfig, asked: int, dataset: Dataset) -> None:
             partial = run / ("tokenizer" + PARTIAL)
             partial.mkdir(exist_ok=True)
             dataset.tokenizer.save(partial)
+            for name, content in beside.items():
+                (partial / name).write_bytes(content)
             partial.rename(run / "tokenizer")
         (run / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
@@ -266,8 +273,9 @@ def _full_paths(config: RunConfig) -> RunConfig:
     def full(text: str) -> str:
         return text if text in ("", STDLIB, *NAMES) else os.path.abspath(os.path.expanduser(text))
 
-    data, tokenizer, table = (full(each) for each in (config.data, config.tokenizer, config.schedule_file))
-    return dataclasses.replace(config, data=data, tokenizer=tokenizer, schedule_file=table)
+    data, tokenizer = full(config.data), full(config.tokenizer)
+    table, source = full(config.schedule_file), full(config.init_from)
+    return dataclasses.replace(config, data=data, tokenizer=tokenizer, schedule_file=table, init_from=source)
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import RunConfig
+from jaxgpt.inference.decoder import Decoder
+from jaxgpt.inference.decoding import Decoding, Writing
 from jaxgpt.model.attention import kernel_for
 from jaxgpt.model.parameters import Parameter, parameters, placed, start
 from jaxgpt.pipeline.microbatches import micro_batch
@@ -119,6 +121,15 @@ class Program:
             lambda array, target: _retyped(array, target.sharding), self.compiled_init(), self.targets()
         )
 
+    def begin_with(self, params: Arrays) -> State:
+        """The state before the first step with other parameters than the start's."""
+        targets = self.targets()
+
+        def zeros(target: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(target.shape, target.dtype, device=target.sharding)
+
+        return {"params": params} | {kind: jax.tree.map(zeros, targets[kind]) for kind in ("mu", "nu", "step")}
+
     @property
     def divisors(self) -> tuple[int, int]:
         """What the mesh divides batch and sequence by."""
@@ -131,11 +142,17 @@ class Program:
             return tokens
         return tokens[:, order(tokens.shape[1], self.sizes["context"])]
 
+    def sequence_order(self, length: int) -> np.ndarray:
+        """Where each position of the text lies in a sequence that is split over its devices."""
+        if self.layout.sequence is None:
+            return np.arange(length)
+        return np.argsort(order(length, self.sizes["context"]))
+
     def text_order(self, split: jax.Array) -> jax.Array:
         """[B, S, ...] in the order of the text again."""
         if self.layout.sequence is None:
             return split
-        return split[:, np.argsort(order(split.shape[1], self.sizes["context"]))]
+        return split[:, self.sequence_order(split.shape[1])]
 
     @property
     def micro_batch(self) -> int:
@@ -221,19 +238,13 @@ class Program:
         return jax.jit(on_mesh(step, self.mesh, step.logits, inputs, outputs))
 
     @cached_property
-    def _next_logits(self) -> Any:
-        step, (batch, seq) = self.step_of, tuple(self.layout.batch())[1:]
-        inputs = (state_specs(step)["params"], PartitionSpec(batch, seq), PartitionSpec(batch))
-        outputs = PartitionSpec(batch, self.layout.shared().get("vocab"))
-        return jax.jit(on_mesh(step, self.mesh, step.next_logits, inputs, outputs))
+    def decoder(self) -> Decoder:
+        """The model with a cache."""
+        return Decoder(self.step_of, self.mesh)
 
-    def next_logits(self, params: Arrays, tokens: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """fp32 logits [B, padded vocabulary] of what follows position last [B] of tokens [B, S], any B."""
-        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.divisors, strict=True))
-        padded, index = np.pad(tokens, ((0, rows), (0, columns))), np.pad(last, (0, rows))
-        batch = NamedSharding(self.mesh, PartitionSpec(self.layout.batch()[1]))
-        logits = self._next_logits(params, self.place_tokens(padded), jax.device_put(index, batch))
-        return np.asarray(logits)[: len(tokens)]
+    def decoding(self, params: Arrays) -> Writing:
+        """These parameters, ready to write texts."""
+        return Decoding(self.decoder, params)
 
     def place_tokens(self, tokens: np.ndarray) -> jax.Array:
         """Tokens [B, S] on the devices; B and S multiples of what the mesh divides them by (divisors)."""

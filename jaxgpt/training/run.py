@@ -4,7 +4,6 @@ import dataclasses
 import math
 import shlex
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,7 +11,10 @@ import jax
 from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import Dataset, Tokenizer, cache_folder, load_tokenizer, open_dataset, open_text
 from jaxgpt.errors import UserError
-from jaxgpt.inference.generate import generate
+from jaxgpt.inference.sampling import Sampling
+from jaxgpt.inference.text import write
+from jaxgpt.interop import beside, models
+from jaxgpt.interop.places import is_model
 from jaxgpt.planner.choose import auto
 from jaxgpt.sharding import mesh
 from jaxgpt.training import checkpoint, curve, derived, folder, metrics
@@ -46,13 +48,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run opened to be used, not trained."""
+    """A run, or a model of somebody else's, opened to be used."""
 
     config: RunConfig
     """As stored, on the mesh asked for."""
     program: Program
     params: dict[str, jax.Array]
     step: int
+    """Steps trained; 0 for a model of somebody else's."""
+    tokenizer: Tokenizer | None
+    """None where a model has none."""
+    beside: beside.Beside
+    """Files that lie beside the tokenizer."""
 
 
 def train(
@@ -79,6 +86,7 @@ def train(
         asked = folder.asked_vocabulary(run, wanted, stored)
         dataset = open_dataset(wanted.data, wanted.tokenizer, asked, wanted.validation, say=console.say)
         resolved = folder.resolve(wanted, dataset)
+        source = _source(run, resolved)
         if stored is not None:
             folder.check_data(run, resolved, stored, dataset)
             if finished := _finished(run, resolved, console):
@@ -90,17 +98,27 @@ def train(
         mesh.check(resolved, sizes)
         program = Program(resolved, mesh.build(sizes, devices))
         resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
-        folder.write(run, resolved, asked, dataset)
-        return _run(run, resolved, stored, program, dataset, console)
+        folder.write(run, resolved, asked, dataset, {} if source is None else source.beside)
+        return _run(run, resolved, stored, program, dataset, console, source)
+
+
+def _source(run: Path, config: RunConfig) -> models.Model | None:
+    """The model that a run begins with, where it has not begun and is to begin with one."""
+    if not config.init_from or checkpoint.steps(run / "checkpoints"):
+        return None
+    return models.open_model(Path(config.init_from), config.model)
 
 
 def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
-    """Loss, perplexity, bits per byte and tokens counted of a run's last checkpoint, printed and returned.
+    """Loss, perplexity, bits per byte and tokens counted of a run's last checkpoint, or of a model of somebody else's,
+    printed and returned.
 
     data: a text, read in full; None: the run's own validation part. mesh: any; empty: all devices on data.
     """
     console = Console()
     trained = open_trained(run, mesh, console)
+    if data is None and is_model(run):
+        raise UserError(f"--data: is not given, and {run} is no run, which would have a text of its own")
     if data is None:
         config = trained.config
         asked = folder.asked_vocabulary(run, config, config)
@@ -108,7 +126,9 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
         folder.check_data(run, config, config, dataset)
         tokens, size, text = dataset.validation, dataset.validation_bytes, "the run's validation part"
     else:
-        opened = open_text(data, load_tokenizer(run / "tokenizer"))
+        if trained.tokenizer is None:
+            raise UserError(f"{run}: has no tokenizer; put its tokenizer.json there")
+        opened = open_text(data, trained.tokenizer)
         tokens, size, text = opened.tokens, opened.bytes, opened.description
     found = measure(trained.program, trained.params, tokens, size=size)
     if found is None:
@@ -118,8 +138,13 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
 
 
 def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
-    """The parameters of a run's last whole checkpoint on any mesh. Raises UserError where there is none."""
-    config = dataclasses.replace(folder.stored_config(run), mesh=mesh_text, **UNCUT)
+    """The parameters of a run's last whole checkpoint, or of a Hugging Face folder or GGUF file, on any mesh.
+
+    Raises UserError where there are none, or the mesh does not fit.
+    """
+    model = models.open_model(run) if is_model(run) else None
+    stored = folder.stored_config(run) if model is None else RunConfig(model=model.config, global_batch=1)
+    config = dataclasses.replace(stored, mesh=mesh_text, **UNCUT)
     devices, sizes = _devices(config, console, training=False)
     # As many sequences at once on a device as in training, where that is known, and as divide over the devices.
     shares = sizes["data"] * sizes["fsdp"]
@@ -127,15 +152,20 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     config = dataclasses.replace(config, global_batch=share * shares, micro_batch=share)
     mesh.check(config, sizes)
     program = Program(config, mesh.build(sizes, devices))
+    if model is not None:
+        params = model.onto(program.table, program.shardings)
+        return Trained(config, program, params, 0, model.tokenizer, model.beside)
     targets = {"params": program.targets()["params"]}
     restored = restore_last(run / "checkpoints", targets, program.logical, console.fallback, program.rows)
     if restored is None:
         raise UserError(f"{run}: has no checkpoint yet; train it further")
-    return Trained(config, program, restored.state["params"], restored.step)
+    tokenizer = run / "tokenizer"
+    files = beside.read(tokenizer)
+    return Trained(config, program, restored.state["params"], restored.step, load_tokenizer(tokenizer), files)
 
 
 def _devices(config: RunConfig, console: Console, training: bool = True) -> tuple[list[jax.Device], mesh.Sizes]:
-    """Devices and axis sizes of the configuration's mesh, checked, and what the user should know of them said. Where the
+    """Devices and axis sizes of the mesh, checked, and what the user should know of them said. Where the
     mesh is still to be chosen, all devices on data, unchecked."""
     _keep_programs()
     text = "" if training and config.mesh == mesh.AUTO else config.mesh
@@ -157,9 +187,15 @@ def _keep_programs() -> None:
 
 
 def _run(
-    run: Path, config: RunConfig, stored: RunConfig | None, program: Program, dataset: Dataset, console: Console
+    run: Path,
+    config: RunConfig,
+    stored: RunConfig | None,
+    program: Program,
+    dataset: Dataset,
+    console: Console,
+    source: models.Model | None,
 ) -> Result:
-    begin = _begin(run, program, console)
+    begin = _begin(run, program, console, source)
     for title, rows in derived.tables(config, program, dataset):
         console.table(title, rows)
     peak, formula = derived.utilisation(config, program)
@@ -194,8 +230,12 @@ def _sample(run: Path, program: Program, params: dict[str, jax.Array], tokenizer
     if not tokens:
         console.fallback("no sample is drawn, since --prompt is empty")
         return
-    written = generate(partial(program.next_logits, params), [tokens], seq, SAMPLE_TOKENS, seed=program.config.seed)
-    text = prompt + tokenizer.decode(written[0])
+    if len(tokens) > seq:
+        console.fallback(f"no sample is drawn, since --prompt has {len(tokens)} tokens and the context {seq}")
+        return
+    sampling = Sampling(seed=program.config.seed)
+    rounds = write(program.decoding(params), tokenizer, [tokens], seq, SAMPLE_TOKENS, sampling)
+    text = prompt + "".join(piece for (piece,) in rounds)
     file = run / "sample.txt"
     try:
         folder.replace(file, text.encode())
@@ -219,10 +259,13 @@ def _finished(run: Path, config: RunConfig, console: Console) -> Result | None:
     return None
 
 
-def _begin(run: Path, program: Program, console: Console) -> Begin:
+def _begin(run: Path, program: Program, console: Console, source: models.Model | None) -> Begin:
     checkpoints = run / "checkpoints"
     checkpoint.clear_partial(checkpoints)
     restored = restore_last(checkpoints, program.targets(), program.logical, console.fallback, program.rows)
+    if restored is None and source is not None:
+        console.say(f"parameters: from {source.path}")
+        return Begin(program.begin_with(source.onto(program.table, program.shardings)), 0, None)
     if restored is None:
         return Begin(program.init(), 0, None)
     for step in restored.damaged:

@@ -29,7 +29,7 @@ from jaxgpt.pipeline.schedule import Schedule, schedule
 from jaxgpt.pipeline.stage import Stage
 from jaxgpt.sharding.collectives import gather, scatter_sum
 from jaxgpt.sharding.layout import Layout, split_axes
-from jaxgpt.sharding.named import layout, relayout, sequence_axis, varying
+from jaxgpt.sharding.named import layout, varying
 from jaxgpt.sharding.ring import positions
 from jaxgpt.sharding.rows import MANUAL
 from jaxgpt.training.microbatch import BLOCKS, HEAD, TOKEN, Microbatch, part
@@ -200,21 +200,6 @@ class Step:
         """fp32 logits [B, S, padded vocabulary] of tokens [B, S], padded entries masked; no dropout."""
         h, table = self.hidden(params, tokens)
         return head_logits(h, table, self.model.vocab)
-
-    def next_logits(self, params: Arrays, tokens: jax.Array, last: jax.Array) -> jax.Array:
-        """fp32 logits [B, padded vocabulary] of what follows position last [B] of tokens [B, S]."""
-        h, table = self.hidden(params, tokens)
-        h = relayout(h, "batch length embed")
-        if sequence_axis() is None:
-            h = h[jnp.arange(len(last)), last]
-        else:  # a row's last token is on one of the devices that share its sequence
-            here = positions(tokens.shape[1]) == last[:, None]
-            h = lax.psum(jnp.sum(jnp.where(here[..., None], h, 0), 1), "context")
-        logits = head_logits(h[:, None], table, self.model.vocab)[:, 0]
-        if sequence_axis() is None:
-            return logits
-        # the same on all of them, and so typed by taking them from one
-        return lax.psum(jnp.where(lax.axis_index("context") == 0, logits, 0), "context")
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,0 +1,87 @@
+"""An activation of one block, as it lies on the mesh: the forward, run as far as that block."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxgpt.errors import UserError
+from jaxgpt.model.gpt import block, context, embed
+from jaxgpt.model.taps import SITES, taps
+from jaxgpt.model.vocabulary import lookup
+from jaxgpt.pipeline.parts import rows_of, through
+from jaxgpt.sharding.named import relayout, varying
+from jaxgpt.sharding.ring import positions
+from jaxgpt.training.microbatch import BLOCKS, TOKEN, part
+from jaxgpt.training.step import Arrays, Step, on_mesh, state_specs
+
+
+class Site(NamedTuple):
+    """Where in the model."""
+
+    layer: int
+    name: str
+    """One of taps.SITES."""
+
+
+def site(name: str, layers: int) -> Site:
+    """What "blocks.3.attention", "blocks.3.mlp" or "blocks.3" names. Raises UserError for other names."""
+    lead, _, rest = name.partition(".")
+    layer, _, inside = rest.partition(".")
+    if lead != "blocks" or not layer.isdecimal() or inside not in SITES or name.endswith("."):
+        raise UserError(f"{name}: is no activation; known are blocks.N, blocks.N.attention and blocks.N.mlp")
+    if int(layer) >= layers:
+        raise UserError(f"{name}: the model has {layers} blocks, numbered from 0")
+    return Site(int(layer), inside)
+
+
+def captured(step: Step, mesh: Mesh, wanted: Site) -> Callable[[Arrays, jax.Array], jax.Array]:
+    """(params, tokens as Program.place_tokens lays them) -> the activation [B, S, D], split as it lies in the model."""
+    whole = step.layout.batch()
+    specs = PartitionSpec(*whole[1:])
+    inputs = (state_specs(step)["params"], specs)
+    return jax.jit(on_mesh(step, mesh, partial(_forward, step, wanted), inputs, specs))
+
+
+def _forward(step: Step, wanted: Site, params: Arrays, tokens: jax.Array) -> jax.Array:
+    """As Step.hidden, but blocks after the wanted one pass on what it was asked for."""
+    model = replace(step.model, dropout=0.0)
+    weights = step.weights(step.at_rest(params))
+    ends, tokens = step.ends(weights), varying(tokens, axes=step.axes)
+    nobody = jnp.zeros(tokens.shape[0], jnp.int32)
+    c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
+    stage = step.stage(model)._replace(block=_as_far_as(wanted, partial(block, model, step.kernel)))
+    blocks, placement = part(weights, BLOCKS), step.placement
+
+    def apply(chunk: jax.Array | int, x: jax.Array) -> jax.Array:
+        return stage.apply(blocks, x, rows_of(placement, chunk), c)
+
+    x = embed(model, part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
+    return relayout(through(placement, apply, x), "batch seq embed")
+
+
+def _as_far_as(wanted: Site, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def body(w: Arrays, x: jax.Array, layer: jax.Array, c: Any) -> jax.Array:
+        def tapped() -> jax.Array:
+            with taps() as taken:
+                run(w, x, layer, c)
+            return taken[wanted.name]
+
+        def after() -> jax.Array:
+            return lax.cond(layer == wanted.layer, tapped, lambda: x)
+
+        return lax.cond(layer < wanted.layer, lambda: run(w, x, layer, c), after)
+
+    return body
+
+
+def in_text_order(x: jax.Array, order: Any) -> jax.Array:
+    """x [B, S, D] with its sequence in another order, split as before."""
+    where = x.sharding
+    assert isinstance(where, NamedSharding)
+    return x.at[:, order].get(out_sharding=where)

@@ -1,0 +1,81 @@
+"""Training on in memory: from parameters that are there, on a text, with a line or a bar that says how far it is."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxgpt.config import RunConfig
+from jaxgpt.data import Tokenizer, open_text, training_batch
+from jaxgpt.errors import require
+from jaxgpt.sharding import mesh
+from jaxgpt.training.program import Program
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What training came to."""
+
+    params: dict[str, jax.Array]
+    losses: list[float]
+    """Nats a token, of each step."""
+
+
+def fit(
+    program: Program,
+    params: dict[str, jax.Array],
+    tokenizer: Tokenizer,
+    data: str,
+    steps: int,
+    quiet: bool = False,
+    **fields: Any,
+) -> Fitted:
+    """Trains copies of the parameters; params themselves stay as they are.
+
+    data: as --data. fields: fields of RunConfig, such as lr, global_batch or seed; what is not given is the run's own,
+    but for the learning rate, whose warm-up is at most a tenth of the steps. The optimizer begins anew.
+    Raises UserError where text or batch do not fit.
+    """
+    config = _config(program.config, steps, fields)
+    mesh.check(config, program.sizes)
+    tokens = open_text(data, tokenizer).tokens
+    own = Program(config, program.mesh)
+    state = own.begin_with({name: array.copy() for name, array in params.items()})
+    losses = []
+    with _bar(quiet) as bar:
+        task = bar.add_task("fit", total=steps, loss=float("nan"))
+        for batch in _batches(tokens, config):
+            state, metrics = own.step(state, own.place(batch))
+            losses.append(float(metrics["loss"]))
+            bar.update(task, advance=1, loss=losses[-1])
+    return Fitted(state["params"], losses)
+
+
+def _config(config: RunConfig, steps: int, fields: dict[str, Any]) -> RunConfig:
+    require(steps >= 1, "steps", steps, "must be at least 1")
+    known = {field.name for field in dataclasses.fields(RunConfig)} - {"model", "mesh"}
+    for name in fields:
+        require(name in known, name, fields[name], f"is no field of a run; known are {', '.join(sorted(known))}")
+    wanted = dataclasses.replace(config, steps=steps, warmup=min(config.warmup, steps // 10))
+    if "global_batch" in fields:
+        wanted = dataclasses.replace(wanted, micro_batch=None)
+    return dataclasses.replace(wanted, **fields)
+
+
+def _batches(tokens: np.ndarray, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+    count = config.global_batch
+    for step in range(config.steps):
+        drawn = training_batch(tokens, config.model.seq, config.seed, step * count, count)
+        yield {"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}
+
+
+def _bar(quiet: bool) -> Progress:
+    """Rich draws it in a terminal and in a notebook alike."""
+    loss = TextColumn("loss {task.fields[loss]:.4f}")
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn(), disable=quiet
+    )
