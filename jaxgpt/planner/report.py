@@ -186,7 +186,7 @@ def draw(found: Ranking, path: Path) -> None:
     right.axvline(plans[0].capacity / GIB, color="black", linestyle="--", label="capacity")
     right.set_xlabel("memory of the fullest device, GiB")
     for axes in (left, right):
-        axes.legend(fontsize="x-small", loc="lower right")
+        axes.legend(fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     figure.suptitle(f"{found.space.devices} x {found.space.hardware}", fontsize="medium")
     try:
         with path.open("xb") as out:
