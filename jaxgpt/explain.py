@@ -10,7 +10,7 @@ compiled as well, and what the compiled one holds stands beside what was predict
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any

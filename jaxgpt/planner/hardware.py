@@ -69,6 +69,7 @@ class Hardware:
     between: Link
     efficiency: Efficiency
     pairwise: bool = False
+    shared: bool = False
 
     def __hash__(self) -> int:
         """Of the name alone: a search asks for it thousands of times."""

@@ -56,7 +56,7 @@ class Space:
         return (sizes for sizes in found if self.splits(sizes) and any(self.orders(sizes)))
 
     def plans(self, sizes: Sizes) -> Iterator[Plan]:
-        """The legal plans on a mesh, in a fixed order; of those that differ in recomputation alone, less of it first."""
+        """The legal plans on a mesh, in a fixed order, and of those alike but for recomputation less of it first."""
         splits, again = self.splits(sizes), self.recomputations
         for order, count in self.orders(sizes):
             for split in splits:
@@ -66,9 +66,8 @@ class Space:
     def plan(self, sizes: Sizes, order: Order, micro: int, split: Split, recompute: str) -> Plan:
         """One of them."""
         name, chunks = order
-        chosen: dict[str, Any] = {"schedule": name, "recompute": recompute, "zero": split[0]}
+        chosen: dict[str, Any] = {**sizes, "schedule": name, "recompute": recompute, "zero": split[0]}
         return Plan(
-            **sizes,
             **chosen,
             micro_batch=micro,
             virtual_stages=chunks,

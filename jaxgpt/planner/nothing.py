@@ -88,7 +88,7 @@ def _batches(space: Space) -> Iterator[str]:
 
 
 def _neighbours(space: Space) -> Iterator[str]:
-    """The nearest number of devices for which a plan is legal. Another mesh than the one given is not a small change."""
+    """The nearest number of devices for which a plan is legal, where the mesh is open."""
     if "mesh" not in space.free:
         return
     for away in itertools.chain.from_iterable((-step, step) for step in range(1, NEIGHBOURS)):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from jaxgpt.planner.search import Ranking
 from jaxgpt.training.console import Rows, size
 
 TIE = 1e-3
-"""Two plans whose steps differ by a smaller share are told as equally fast: the prediction knows no such differences."""
+"""Two plans whose steps differ by a smaller share are told as equally fast: no prediction is so near."""
 GIB = 2**30
 FORMULA = (
     "MFU = model FLOPs / (time x peak x devices); HFU counts what is computed again, too; causal attention by half"
@@ -121,7 +120,8 @@ def _memory(plans: list[Estimate]) -> Rows:
 def _time(plans: list[Estimate]) -> Rows:
     """Parts that no plan has are left out."""
     of = [parts(each) for each in plans]
-    names = [name for name in dict.fromkeys(name for each in of for name in each) if any(p.get(name) for p in of)]
+    least = 1e-6 * plans[0].step_seconds  # what is less is rounding
+    names = [n for n in dict.fromkeys(name for each in of for name in each) if any(p.get(n, 0.0) > least for p in of)]
     rows = [(str(n), *(f"{1e3 * each.get(name, 0.0):,.4g}" for name in names)) for n, each in enumerate(of, 1)]
     return [("", *names), *rows]
 
@@ -186,7 +186,7 @@ def draw(found: Ranking, path: Path) -> None:
     right.axvline(plans[0].capacity / GIB, color="black", linestyle="--", label="capacity")
     right.set_xlabel("memory of the fullest device, GiB")
     for axes in (left, right):
-        axes.legend(fontsize="x-small", loc="lower right")
+        axes.legend(fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     figure.suptitle(f"{found.space.devices} x {found.space.hardware}", fontsize="medium")
     try:
         with path.open("xb") as out:

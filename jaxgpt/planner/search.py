@@ -2,11 +2,12 @@
 
     found = rank(Space(config, 1024, "a100-80gb", frozenset(FREE)), find("a100-80gb"), top=5)
 
-What a plan's data parallelism costs depends on how its replicas are divided over `data` and `fsdp` and on ZeRO; what all
-else costs does not. So plans are taken together that differ in those alone, and a floor is put under them: the time of
-their computation, bubble and other communication, where no weights are gathered in the blocks. Floors are refined from
-groups of schedules down to single plans, always the lowest first, until the best found is below all that is left. A recomputation
-is passed over where even the state split over all replicas leaves no room for what it keeps.
+What a plan's data parallelism costs depends on how its replicas are divided over `data` and `fsdp`, and on ZeRO; what
+all else costs does not. So plans are taken together that differ in those alone, and a floor is put under them: the time
+of their computation, bubble and other communication, where no weights are gathered in the blocks. Floors are refined
+from groups of schedules down to single plans, always the lowest first, until the best found is below all that is left.
+A recomputation is passed over where even the state split over all replicas leaves no room for what it keeps, of which
+no schedule keeps less than half of 1F1B's: p of its 2 p - 1 microbatches on p stages.
 """
 
 import heapq
@@ -126,10 +127,10 @@ class _Search:
                 for floor, each in self._refined(choice, fitting):
                     heapq.heappush(heap, (floor, next(count), each))
                 continue
-            for each in self._members(choice, fitting):
-                key = self._key(each.plan)
-                if key not in best or _rank(each) < _rank(best[key]):
-                    best[key] = each
+            for found in self._members(choice, fitting):
+                key = self._key(found.plan)
+                if key not in best or _rank(found) < _rank(best[key]):
+                    best[key] = found
                     last = _last(best, top)
         return sorted(best.values(), key=_rank)[:top]
 

@@ -43,7 +43,7 @@ class _Step:
 
     def time(self) -> Time:
         """All parts. What is computed counts as if blocks were shared evenly by the stages; all that a stage waits
-        beside that, for others or for the longest part, is the bubble."""
+        beside that, for others or for the longest part, is the bubble; of devices that share one processor, nothing."""
         plan, costs, work = self.plan, self.costs, self.costs.block(self.plan)
         again = work.again(plan.recompute, costs.practice)
         block, exposed = self._block()
@@ -61,7 +61,7 @@ class _Step:
         return Time(
             computation=computation,
             exposed={axis: seconds for axis, seconds in sent.items() if seconds > 0},
-            bubble=max(0.0, bubble),
+            bubble=0.0 if costs.hardware.shared else max(0.0, bubble),
             optimizer=self._optimizer(),
         )
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -113,15 +114,16 @@ class Signature(Mapping[str, Place]):
     def __len__(self) -> int:
         return len(self._places)
 
+    @cached_property
     def _key(self) -> frozenset[Any]:
         dims = {place for place in self.values() if isinstance(place, S)}
         return frozenset({(place, self.split(place.dim)) for place in dims} | {(P, axis) for axis in self.partial})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._key() == other._key()
+        return isinstance(other, Signature) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)
 
     def __repr__(self) -> str:
         """ "[data: S(0), tensor: B]" in the mesh's order; axes that split one dimension in order of cutting."""

@@ -165,8 +165,8 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
 
 
 def _devices(config: RunConfig, console: Console, training: bool = True) -> tuple[list[jax.Device], mesh.Sizes]:
-    """Devices and axis sizes of the mesh, checked, and what the user should know of them said. Where the
-    mesh is still to be chosen, all devices on data, unchecked."""
+    """Devices and axis sizes of the configuration's mesh, checked, and what the user should know of them said; all
+    devices on data, unchecked, where the mesh is still to be chosen."""
     _keep_programs()
     text = "" if training and config.mesh == mesh.AUTO else config.mesh
     open_size = not text.strip() or "-1" in text

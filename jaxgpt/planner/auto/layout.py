@@ -34,10 +34,10 @@ def auto_layout(
     mesh: Mesh,
     fixed: Fixed | None = None,
     tied: Mapping[str, str] | None = None,
-    capacity: float = math.inf,
-    price: float = 0.0,
+    capacity: float | int = math.inf,
+    price: float | int = 0,
     hardware: str | Rates = "h100",
-    limit: float = 60.0,
+    limit: float | int = 60,
 ) -> "Laid":
     """The best layout of f on a mesh: of its arguments, its results, and every value between them.
 

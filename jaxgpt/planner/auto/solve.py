@@ -13,6 +13,7 @@ second sum up to the first on either side, so that on a tree the linear program 
 work. Alpa (arXiv 2201.12023) chooses in a like way; here the choices are SBP rules and the costs those of boxing.
 """
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -89,11 +90,11 @@ class Problem:
     sizes: Mapping[str, int]
     """Devices along each axis."""
     rates: Rates
-    capacity: float = math.inf
+    capacity: float | int = math.inf
     """Most bytes of arguments on a device."""
-    price: float = 0.0
+    price: float | int = 0
     """Seconds for each byte of arguments on a device."""
-    limit: float = math.inf
+    limit: float | int = math.inf
     """Seconds after which the solver gives the best that it has found."""
     allowed: Callable[[Node, Choice], bool] = lambda node, choice: True
     """Whether a node may take a choice, as far as the user has said."""
@@ -126,9 +127,7 @@ class Problem:
 
     def box(self, value: Value, source: Signature, target: Signature) -> Box:
         """The change along boxing's path."""
-        steps = path(source, target, value.shape, value.itemsize, self.sizes)
-        kinds = tuple(step.cost.kind for step in steps if step.cost.kind in COLLECTIVES)
-        return Box(value, source, target, sum((s.cost.received for s in steps), Fraction(0)), kinds)
+        return Box(value, source, target, *_way(source, target, value.shape, value.itemsize, tuple(self.sizes.items())))
 
     def box_seconds(self, box: Box) -> float:
         """Of a change, all its turns."""
@@ -188,10 +187,20 @@ def solve(problem: Problem) -> Solution:
     return Solution(solution.chosen, solution.boxes, solution.seconds, exact and solution.exact)
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _way(
+    source: Signature, target: Signature, shape: tuple[int, ...], itemsize: int, sizes: tuple[tuple[str, int], ...]
+) -> tuple[Fraction, tuple[str, ...]]:
+    """Bytes received on the path, and its collectives."""
+    steps = path(source, target, shape, itemsize, dict(sizes))
+    kinds = tuple(step.cost.kind for step in steps if step.cost.kind in COLLECTIVES)
+    return sum((step.cost.received for step in steps), Fraction(0)), kinds
+
+
 class _Integer:
     """The integer program: its columns, rows, and what a solution says."""
 
-    def __init__(self, problem: Problem, choices: Mapping[Node, list[Choice]], capacity: float) -> None:
+    def __init__(self, problem: Problem, choices: Mapping[Node, list[Choice]], capacity: float | int) -> None:
         self.problem, self.choices = problem, choices
         self.several = int(sum(size > 1 for size in problem.sizes.values()) > 1)
         """On several axes a change must be said to be whole: parts of different kinds could make up one."""
@@ -261,7 +270,7 @@ class _Integer:
         self.change[column] = box
         return column
 
-    def _capacity(self, capacity: float) -> None:
+    def _capacity(self, capacity: float | int) -> None:
         held = {
             self.column[node, i]: float(self.problem.held(node.outputs[0], choice.outputs[0]))
             for node in self.problem.program.arguments
@@ -306,9 +315,10 @@ class _Integer:
 
     def _read(self, taken: np.ndarray, seconds: float, proved: bool) -> Solution:
         chosen = {node: self.choices[node][i] for (node, i), column in self.column.items() if taken[column]}
+        made = {v: s for node, c in chosen.items() for v, s in zip(node.outputs, c.outputs, strict=True)}
         boxes: dict[Value, list[Box]] = defaultdict(list)
         for column, box in self.change.items():
-            if taken[column]:
+            if taken[column] and box.source == made[box.value]:  # a solver that is stopped may pay for idle changes
                 boxes[box.value].append(box)
         return Solution(chosen, boxes, seconds, proved)
 
