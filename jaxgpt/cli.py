@@ -19,6 +19,7 @@ HELP = """usage: jaxgpt VERB [flags]
   eval      loss, perplexity and bits per byte of a run
   sample    text that a run writes
   check     one device against a mesh, array by array; takes train's flags
+  data      prepare, inspect or blend what is trained on
   explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
 
 jaxgpt VERB --help lists a verb's flags with their defaults; for train, check and explain, those of --preset or of the
@@ -109,11 +110,19 @@ def check(args: list[str]) -> int:
     return checks.check(config, chosen.run, explicit).status
 
 
+def data(args: list[str]) -> int:
+    """Prepares, inspects or blends data."""
+    from jaxgpt import data_verbs
+
+    return data_verbs.main(args)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "sample": sample,
     "check": check,
+    "data": data,
     "explain": explain,
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from jaxgpt.data import blend
 from jaxgpt.errors import UserError, require
 
 SMALL_VOCABULARY = 8192
@@ -173,12 +174,15 @@ class RunConfig:
 
     model: ModelConfig = ModelConfig()
     data: str = "stdlib"
-    """A text file, a folder, a pattern, or "stdlib": the Python standard library's own source."""
+    """A file, a folder or a pattern of text, JSONL or Parquet, compressed or not; Megatron's files; a prepared folder;
+    "stdlib", the Python standard library's own source; or several with weights, "0.7:a.jsonl,0.3:b/"."""
     tokenizer: str = "bpe"
     """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
     encoder.json and vocab.bpe."""
     validation: float = 0.05
     """Share of the tokens, at the end, that is kept for validation."""
+    documents: Literal["joined", "masked"] = "joined"
+    """Where a document ends inside of a sample: the next one's first token is predicted, or no target."""
     mesh: str = ""
     """Axes and sizes, "data=2,fsdp=2,tensor=2"; one may be -1; empty: all devices on data."""
     steps: int = 300
@@ -244,6 +248,7 @@ class RunConfig:
             require(0 < value < math.inf, _flag(flag), value, "must be above 0 and finite")
         for flag in ("beta1", "beta2"):
             require(0 <= getattr(self, flag) < 1, _flag(flag), getattr(self, flag), "must be at least 0 and below 1")
+        blend.parse(self.data)
         require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")
         require(0 < self.decay <= 1, "--decay", self.decay, "must be above 0 and at most 1")
         require(self.seed < 2**32, "--seed", self.seed, "must be below 2**32")

@@ -28,12 +28,15 @@ class TrainFlags:
     run: Path | None = None
     """Folder of the run; if it exists, the run is resumed with its own configuration. Default: a new one in runs/."""
     data: str
-    """A text file, a folder, a pattern, or stdlib: the Python standard library's own source."""
+    """A file, folder or pattern of text, JSONL or Parquet (PATH#FIELD), Megatron's files, a prepared folder, stdlib;
+    or several with weights: 0.7:a.jsonl,0.3:b/"""
     tokenizer: str
     """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
     encoder.json and vocab.bpe."""
     validation: float
     """Share of the tokens, at the end, kept for validation."""
+    documents: Literal["joined", "masked"]
+    """Where a document ends inside of a sample: the next one's first token is predicted, or masked in the loss."""
     mesh: str
     """Axes and sizes, such as data=2,fsdp=2,tensor=2; one may be -1; empty: all devices on data."""
     steps: int
@@ -154,6 +157,56 @@ class SampleFlags:
     """The same seed writes the same text."""
     mesh: str = ""
     """Axes and sizes; empty: one device. Any mesh opens any run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareFlags:
+    """Tokenizes a source once, into a folder that --data takes as it is. Goes on where it was cut off."""
+
+    data: str
+    """A file, folder or pattern of text, JSONL or Parquet (PATH#FIELD), or stdlib."""
+    out: Path
+    """Folder to make."""
+    tokenizer: str = "bpe"
+    """bytes, chars, bpe (trained from the data), a tokenizer.json, or a folder with GPT-2's two files."""
+    vocab: int | None = None
+    """Most entries; None: the tokenizer's own, and 32768 of a bpe."""
+    validation: float = 0.05
+    """Share of the text, at the end, kept for validation."""
+    workers: int | None = None
+    """Processes; None: one for each core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectFlags:
+    """Documents, tokens, splits, checksum and some decoded documents of data."""
+
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    """A prepared folder, Megatron's files, or what prepare takes, which is read without a tokenizer."""
+    tokenizer: str = "bpe"
+    """Of Megatron's files, to decode them; else the folder's own is taken."""
+    documents: int = 3
+    """Documents shown, spread evenly over the train part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendFlags:
+    """What a blend takes of each source, and a checksum of its order."""
+
+    data: str
+    """Sources with weights, such as 0.7:a.jsonl,0.3:b/"""
+    tokenizer: str = "bpe"
+    """As for train."""
+    vocab: int = 32_768
+    """As for train."""
+    validation: float = 0.05
+    """As for train."""
+    seq: int = 1024
+    """Context length in tokens."""
+    seed: int = 0
+    """Of the order."""
+    samples: int = 10_000
+    """Samples from the start of a run that are counted."""
 
 
 def defaults(kind: type[F], base: RunConfig, preset: str, run: Path | None) -> F:

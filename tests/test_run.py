@@ -47,6 +47,7 @@ def test_a_run_leaves_all_that_it_promises(data: Path, tmp_path: Path, capsys: p
             ".lock",
             "config.json",
             "data.json",
+            "samples.json",
             "tokenizer",
             "checkpoints",
             "metrics.jsonl",

@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 
 from jaxgpt.config import UNCUT, RunConfig
-from jaxgpt.data import Dataset, Tokenizer, cache_folder, load_tokenizer, open_dataset, open_text
+from jaxgpt.data import Mixture, Tokenizer, cache_folder, load_tokenizer, open_text
 from jaxgpt.errors import UserError
 from jaxgpt.inference.generate import generate
 from jaxgpt.sharding import mesh
-from jaxgpt.training import checkpoint, curve, derived, folder, metrics
+from jaxgpt.training import checkpoint, curve, derived, folder, history, metrics
 from jaxgpt.training.console import Console
 from jaxgpt.training.evaluation import Figures, measure
 from jaxgpt.training.loop import Begin, Loop
@@ -75,7 +75,7 @@ def train(
             return finished
         devices, sizes = _devices(wanted, console)
         asked = folder.asked_vocabulary(run, wanted, stored)
-        dataset = open_dataset(wanted.data, wanted.tokenizer, asked, wanted.validation, say=console.say)
+        dataset = folder.open_data(run, wanted, stored, console.say)
         resolved = folder.resolve(wanted, dataset)
         if stored is not None:
             folder.check_data(run, resolved, stored, dataset)
@@ -85,7 +85,10 @@ def train(
         mesh.check(resolved, sizes)
         program = Program(resolved, mesh.build(sizes, devices))
         resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
+        if stored is not None and (begun := folder.data_fingerprint(run)) is not None:
+            history.first(run, stored, [(begun, 1)])  # of a run that began before there were blends
         folder.write(run, resolved, asked, dataset)
+        history.first(run, resolved, history.shares(dataset))
         return _run(run, resolved, stored, program, dataset, console)
 
 
@@ -98,13 +101,12 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
     trained = open_trained(run, mesh, console)
     if data is None:
         config = trained.config
-        asked = folder.asked_vocabulary(run, config, config)
-        dataset = open_dataset(config.data, config.tokenizer, asked, config.validation, say=console.say)
+        dataset = folder.open_data(run, config, config, console.say)
         folder.check_data(run, config, config, dataset)
         tokens, size, text = dataset.validation, dataset.validation_bytes, "the run's validation part"
     else:
         opened = open_text(data, load_tokenizer(run / "tokenizer"))
-        tokens, size, text = opened.tokens, opened.bytes, opened.description
+        tokens, size, text = [opened.tokens], opened.bytes, opened.description
     found = measure(trained.program, trained.params, tokens, size=size)
     if found is None:
         raise RuntimeError("an evaluation that nobody stops has stopped")
@@ -150,9 +152,11 @@ def _keep_programs() -> None:
 
 
 def _run(
-    run: Path, config: RunConfig, stored: RunConfig | None, program: Program, dataset: Dataset, console: Console
+    run: Path, config: RunConfig, stored: RunConfig | None, program: Program, dataset: Mixture, console: Console
 ) -> Result:
     begin = _begin(run, program, console)
+    samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
+    begin = dataclasses.replace(begin, samples=samples)
     for title, rows in derived.tables(config, program, dataset):
         console.table(title, rows)
     peak, formula = derived.utilisation(config, program)
