@@ -59,6 +59,7 @@ def sample_starts(
 def copy_rows(tokens: np.ndarray, starts: Int64[np.ndarray, " n"], found: np.ndarray, rows: Iterable[int]) -> None:
     """found[row] = the tokens from starts[i] on, for each i and row in turn."""
     length = found.shape[1]
+    tokens = np.asarray(tokens)  # slices of a memmap are memmaps, at ten times the cost
     for row, start in zip(rows, starts.tolist(), strict=True):
         found[row] = tokens[start : start + length]
 

@@ -26,6 +26,9 @@ from jaxgpt.data.tokenizer import Tokenizer, load_tokenizer
 from jaxgpt.data.workers import Workers
 from jaxgpt.errors import UserError
 
+_BLOCK = 4096
+"""Positions of a source whose samples are computed at once: a few cost as much as many."""
+
 Batch = dict[str, np.ndarray]
 Edges = Literal["joined", "masked", "separate"]
 """What becomes of the places where a document ends inside of a sample: nothing; the first token of the next one is no
@@ -45,6 +48,7 @@ class Mixture:
     """Samples that were taken of each source before that."""
     seconds: list[float] = field(default_factory=list)
     """Spent on reading each source, so far."""
+    _kept: dict[tuple[int, int, int, int], np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.had = self.had or (0,) * len(self.parts)
@@ -138,8 +142,7 @@ class Mixture:
         for k, dataset in enumerate(self.datasets):
             began = time.perf_counter()
             rows = np.flatnonzero(source == k) if len(self.datasets) > 1 else np.arange(len(positions))
-            samples = loader.samples_in(dataset.train, seq)
-            starts = loader.sample_starts(len(dataset.train), samples, seq, seed, self.had[k] + turn[rows])
+            starts = self._starts(k, seq, seed, self.had[k] + turn[rows])
             loader.copy_rows(dataset.train, starts, tokens, rows.tolist())
             if begins is not None:
                 begins[rows] = loader.begins(dataset.documents, starts, seq + 1)
@@ -152,6 +155,27 @@ class Mixture:
             if edges == "separate":
                 found["segments"], found["positions"] = loader.segments(begins[:, :-1])
         return found
+
+    def _starts(self, k: int, seq: int, seed: int, turns: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """The first token of samples of a source, by its own turns, which are mostly neighbours."""
+        blocks = turns // _BLOCK
+        found = np.empty(len(turns), np.int64)
+        for block in dict.fromkeys(blocks.tolist()):
+            here = blocks == block
+            found[here] = self._block(k, seq, seed, block)[turns[here] - block * _BLOCK]
+        return found
+
+    def _block(self, k: int, seq: int, seed: int, block: int) -> Int64[np.ndarray, " n"]:
+        """The first tokens of _BLOCK turns, of which the last ones asked for are kept."""
+        asked = k, seq, seed, block
+        if asked not in self._kept:
+            train = self.datasets[k].train
+            turns = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
+            if len(self._kept) >= 2 * len(self.parts):
+                del self._kept[next(iter(self._kept))]
+            samples = loader.samples_in(train, seq)
+            self._kept[asked] = loader.sample_starts(len(train), samples, seq, seed, turns)
+        return self._kept[asked]
 
 
 def sample_order(
@@ -224,8 +248,9 @@ def _shared_tokenizer(
 
 def _refuse_strange(dataset: Dataset, tokens: np.ndarray, rows: np.ndarray) -> None:
     """Tokens of files that others have made may be of another tokenizer."""
-    size, found = dataset.tokenizer.size, tokens[rows]
-    if found.size and (found.min() < 0 or found.max() >= size):
+    size = dataset.tokenizer.size
+    found = tokens if len(rows) == len(tokens) else tokens[rows]
+    if found.size and found.view(np.uint32).max() >= size:  # what is below 0 is above all there
         strange = found[(found < 0) | (found >= size)][0]
         raise UserError(
             f"--data {dataset.manifest['source']}: token {strange} is outside of the {size:,} entries of tokenizer "

@@ -64,7 +64,8 @@ def _word(turn: int) -> int:
 def _mix(x: np.ndarray) -> np.ndarray:
     """A hash of 64-bit words (the finaliser of SplitMix64; Steele, Lea and Flood, 2014)."""
     x = x ^ (x >> 30)
-    x = x * 0xBF58476D1CE4E5B9
-    x = x ^ (x >> 27)
-    x = x * 0x94D049BB133111EB
-    return x ^ (x >> 31)
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
+    return x
