@@ -17,6 +17,7 @@ class Reading:
         self._step = step
         self._before = 0.0, [0.0] * len(self._samples)
         self._waited = 0.0
+        self._readings = 0
         self._said = False
 
     def read(self, step: int, position: int) -> dict[str, float]:
@@ -31,11 +32,13 @@ class Reading:
             found[f"data_read_milliseconds/{k}"] = 1e3 * (now - before) / steps
             found[f"data_epochs/{k}"] = taken[k] / self._samples[k]
         self._step, self._before = step, (waited, seconds)
+        self._readings += 1
         return found
 
     def slow(self, milliseconds: float | int) -> str | None:
-        """What to say, once, where steps of so many milliseconds wait for their samples."""
-        if self._said or self._waited < SLOW * milliseconds:
+        """What to say, once, where steps of so many milliseconds wait for samples; not of the first reading, before
+        which nothing could be fetched ahead."""
+        if self._said or self._readings < 2 or self._waited < SLOW * milliseconds:
             return None
         self._said = True
         seconds = self._mixture.seconds
