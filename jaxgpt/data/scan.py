@@ -11,8 +11,9 @@ from jaxgpt.data.files import shown, unreadable
 from jaxgpt.data.formats import Form
 from jaxgpt.errors import UserError
 
-PIECE = 2**23
-"""Bytes of a file that are read as one task, where it can be divided."""
+PIECE = 2**21
+"""Bytes of a file that are read as one task, where it can be divided; more of a file of more than _MOST times that."""
+_MOST = 4096
 _SNIFFED = 8192
 """Bytes at a file's start in which a zero byte tells a binary file."""
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -87,7 +88,8 @@ def tasks(name: str, path: str, form: Form, strict: bool) -> list[Task]:
     try:
         if form.kind == "jsonl" and not form.compression:
             size = os.stat(path).st_size
-            stops = [formats.line_start(path, at, size) for at in range(PIECE, size, PIECE)]
+            each = max(PIECE, size // _MOST)
+            stops = [formats.line_start(path, at, size) for at in range(each, size, each)]
             stops = [*sorted({stop for stop in stops if stop is not None and 0 < stop < size}), None]
         elif form.kind == "parquet" and not form.compression:
             stops = [*range(1, formats.Table(path, form).groups), None]
