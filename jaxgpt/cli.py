@@ -8,8 +8,8 @@ from itertools import chain
 
 from jaxgpt import flags
 from jaxgpt.arguments import nearest, parse
+from jaxgpt.configured import configured
 from jaxgpt.errors import UserError, require
-from jaxgpt.flags import configured
 
 HELP = """usage: jaxgpt VERB [flags]
 
@@ -18,6 +18,7 @@ HELP = """usage: jaxgpt VERB [flags]
   sample    text that a run or a model writes
   export    a run or a model as a Hugging Face folder
   check     one device against a mesh, array by array; takes train's flags
+  data      prepare, inspect or blend what is trained on
   explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
   plan      the fastest meshes for hardware that need not be there, with time and memory; takes train's flags
 
@@ -129,12 +130,20 @@ def check(args: list[str]) -> int:
     return checks.check(told.config, told.flags.run, told.explicit).status
 
 
+def data(args: list[str]) -> int:
+    """Prepares, inspects or blends data."""
+    from jaxgpt import data_verbs
+
+    return data_verbs.main(args)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "sample": sample,
     "export": export,
     "check": check,
+    "data": data,
     "explain": explain,
     "plan": plan,
 }

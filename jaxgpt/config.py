@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from jaxgpt.data import blend
 from jaxgpt.errors import UserError, require
 
 SMALL_VOCABULARY = 8192
@@ -181,7 +182,8 @@ class RunConfig:
 
     model: ModelConfig = ModelConfig()
     data: str = "stdlib"
-    """A text file, a folder, a pattern, or "stdlib": the Python standard library's own source."""
+    """A file, a folder or a pattern of text, JSONL or Parquet, compressed or not; Megatron's files; a prepared folder;
+    "stdlib", the Python standard library's own source; or several with weights, "0.7:a.jsonl,0.3:b/"."""
     tokenizer: str = "bpe"
     """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
     encoder.json and vocab.bpe."""
@@ -189,6 +191,8 @@ class RunConfig:
     """A Hugging Face folder or a GGUF file whose model is trained on; empty: parameters are drawn."""
     validation: float = 0.05
     """Share of the tokens, at the end, that is kept for validation."""
+    documents: Literal["joined", "masked"] = "joined"
+    """Where a document ends inside of a sample: the next one's first token is predicted, or no target."""
     mesh: str = ""
     """Axes and sizes, "data=2,fsdp=2,tensor=2"; one may be -1; empty: all devices on data."""
     steps: int = 300
@@ -259,6 +263,7 @@ class RunConfig:
         falls = self.lr_schedule != "constant"
         allowed = f"must be at most --lr {self.lr}, from which the learning rate falls to it"
         require(not falls or self.min_lr <= self.lr, "--min-lr", self.min_lr, allowed, "or give --lr-schedule constant")
+        blend.parse(self.data)
         require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")
         require(0 < self.decay <= 1, "--decay", self.decay, "must be above 0 and at most 1")
         require(self.seed < 2**32, "--seed", self.seed, "must be below 2**32")

@@ -4,20 +4,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
-from jaxgpt import presets
-from jaxgpt.arguments import given, nearest, parse
-from jaxgpt.config import ModelConfig, RunConfig, uncut
+from jaxgpt.arguments import nearest
+from jaxgpt.config import ModelConfig, RunConfig
 from jaxgpt.errors import UserError, require
 
 MODEL_FLAGS = ("layers", "width", "heads", "kv_heads", "vocab", "seq", "dropout", "attention_dropout")
 """Fields of ModelConfig that have a flag; every field of RunConfig has one."""
 
-_PLACES = {"preset", "run", "plan"}
-"""Flags of train that say where to begin, not what."""
 
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
 F = TypeVar("F", bound="TrainFlags")
@@ -34,7 +31,8 @@ class TrainFlags:
     plan: Path | None = None
     """A plan that jaxgpt plan --save wrote: its mesh and all that it chose; without --preset its model, too."""
     data: str
-    """A text file, a folder, a pattern, or stdlib: the Python standard library's own source."""
+    """A file, folder or pattern of text, JSONL or Parquet (PATH#FIELD), Megatron's files, a prepared folder, stdlib;
+    or several with weights: 0.7:a.jsonl,0.3:b/"""
     tokenizer: str
     """bytes, chars, bpe (trained from the data to --vocab entries), a tokenizer.json, or a folder with GPT-2's
     encoder.json and vocab.bpe."""
@@ -43,6 +41,8 @@ class TrainFlags:
     Empty: parameters are drawn."""
     validation: float
     """Share of the tokens, at the end, kept for validation."""
+    documents: Literal["joined", "masked"]
+    """Where a document ends inside of a sample: the next one's first token is predicted, or masked in the loss."""
     mesh: str
     """Axes and sizes, such as data=2,fsdp=2,tensor=2; one may be -1; empty: all devices on data; auto (train alone):
     the fastest plan for the devices that are here."""
@@ -221,52 +221,54 @@ class ExportFlags:
     """Axes and sizes to open it on; empty: one device."""
 
 
-@dataclass(frozen=True)
-class Configured(Generic[F]):
-    """What a verb with train's flags is told."""
+@dataclass(frozen=True, kw_only=True)
+class PrepareFlags:
+    """Tokenizes a source once, into a folder that --data takes as it is. Goes on where it was cut off."""
 
-    config: RunConfig
-    flags: F
-    explicit: frozenset[str]
-    """Fields of the configuration that were given, by a flag or a plan."""
-    name: str
-    """Of the preset."""
-
-
-def configured(verb: str, kind: type[F], args: list[str]) -> Configured[F]:
-    """Flags that are not given come from the plan that --plan names, from the run that --run names, if it exists, or
-    from --preset. Raises UserError."""
-    texts = given(verb, kind, args)
-    run, preset, plan = texts.get("run"), texts.get("preset"), texts.get("plan")
-    file = Path(run) / "config.json" if run and preset is None else None
-    stored = file if file and file.is_file() else None
-    name = preset or kind.preset
-    base = presets.stored(stored) if stored else presets.preset(name)
-    explicit = frozenset({field.name for field in dataclasses.fields(TrainFlags)} & set(texts) - _PLACES)
-    planned: frozenset[str] = frozenset()
-    if plan:
-        from jaxgpt.planner import saved  # here, since plans know meshes, and they JAX
-
-        found, planned = saved.read(Path(plan)), saved.FIELDS
-        alone = stored is None and preset is None
-        base = found.config if alone else found.onto(base, f"--run {run}" if stored else f"--preset {name}")
-        name = plan if alone else name
-    if (source := texts.get("init_from")) and not stored:
-        base = _initialized(base, source, preset is not None)
-    chosen = parse(verb, kind, args, defaults(kind, base, name, Path(run) if run else None))
-    if stored and "mesh" in explicit and chosen.mesh != base.mesh:
-        base = dataclasses.replace(base, **uncut(explicit | planned))
-    config = override(base, {field: getattr(chosen, field) for field in explicit})
-    return Configured(config, chosen, explicit | planned, Path(name).name.removesuffix(".json"))
+    data: str
+    """A file, folder or pattern of text, JSONL or Parquet (PATH#FIELD), or stdlib."""
+    out: Path
+    """Folder to make."""
+    tokenizer: str = "bpe"
+    """bytes, chars, bpe (trained from the data), a tokenizer.json, or a folder with GPT-2's two files."""
+    vocab: int | None = None
+    """Most entries; None: the tokenizer's own, and 32768 of a bpe."""
+    validation: float = 0.05
+    """Share of the text, at the end, kept for validation."""
+    workers: int | None = None
+    """Processes; None: one for each core."""
 
 
-def _initialized(base: RunConfig, source: str, preset: bool) -> RunConfig:
-    """The base with the model and tokenizer of --init-from, and, unless a preset says another, a learning rate for a
-    model that is trained already."""
-    from jaxgpt.interop.places import read_config
+@dataclass(frozen=True, kw_only=True)
+class InspectFlags:
+    """Documents, tokens, splits, checksum and some decoded documents of data."""
 
-    rate: dict[str, Any] = {} if preset else {"lr": 1e-4, "min_lr": 1e-5}
-    return dataclasses.replace(base, model=read_config(Path(source)), tokenizer=source, init_from=source, **rate)
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    """A prepared folder, Megatron's files, or what prepare takes, which is read without a tokenizer."""
+    tokenizer: str = "bpe"
+    """Of Megatron's files, to decode them; else the folder's own is taken."""
+    documents: int = 3
+    """Documents shown, spread evenly over the train part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendFlags:
+    """What a blend takes of each source, and a checksum of its order."""
+
+    data: str
+    """Sources with weights, such as 0.7:a.jsonl,0.3:b/"""
+    tokenizer: str = "bpe"
+    """As for train."""
+    vocab: int = 32_768
+    """As for train."""
+    validation: float = 0.05
+    """As for train."""
+    seq: int = 1024
+    """Context length in tokens."""
+    seed: int = 0
+    """Of the order."""
+    samples: int = 10_000
+    """Samples from the start of a run that are counted."""
 
 
 def defaults(kind: type[F], base: RunConfig, preset: str, run: Path | None) -> F:

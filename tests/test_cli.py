@@ -16,8 +16,8 @@ from jaxgpt.cli import main
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.errors import UserError
 
-TRAIN = """preset run plan data tokenizer init_from validation mesh steps seed global_batch micro_batch seq layers width
-heads kv_heads vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
+TRAIN = """preset run plan data tokenizer init_from validation documents mesh steps seed global_batch micro_batch seq
+layers width heads kv_heads vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2 epsilon clip
 layout sequence_parallel context_attention schedule schedule_file virtual_stages stages zero recompute dtype
 log_every eval_every eval_tokens save_every keep profile prompt"""
 
@@ -190,7 +190,7 @@ def test_export(runs):
 def test_help_names_the_verbs(capsys, args):
     assert main(args) == 0
     out = capsys.readouterr().out
-    verbs = ("train", "eval", "sample", "export", "check", "explain", "plan")
+    verbs = ("train", "eval", "sample", "export", "check", "explain", "plan", "data")
     assert all(f"\n  {verb} " in out for verb in verbs)
 
 

@@ -22,11 +22,11 @@ def fill(folder, files):
 
 
 def names(data):
-    return [document.name for document in sources.find_documents(str(data)).documents]
+    return [file.name for file in sources.find_documents(str(data)).files]
 
 
 def text(spans):
-    return "".join("".join(sources.read(span)) + ("|" if span.bounded else "") for span in spans)
+    return "".join("".join(sources.texts([span])) + "|" * span.boundaries for span in spans)
 
 
 def refused(data):
@@ -54,7 +54,7 @@ def test_a_folder_gives_its_text_files_at_any_depth(tmp_path):
         },
     )
     source = sources.find_documents(str(tmp_path))
-    assert sorted(document.name for document in source.documents) == ["README", "a.txt", "deep/er/c.md"]
+    assert sorted(file.name for file in source.files) == ["README", "a.txt", "deep/er/c.md"]
     assert source.left_out == ("image.png",)
     assert source.size == 3
     assert source.describe() == f"{tmp_path}: 3 files, 3 bytes (1 left out: image.png)"
@@ -83,7 +83,7 @@ def test_a_file_reached_twice_is_taken_once(tmp_path):
 
 def test_the_standard_library_is_source_without_tests_or_packages():
     source = sources.find_documents("stdlib")
-    found = {document.name for document in source.documents}
+    found = {file.name for file in source.files}
     assert {"json/decoder.py", "argparse.py", "asyncio/base_events.py"} <= found
     assert all(name.endswith(".py") for name in found)
     folders = {folder for name in found for folder in name.split("/")[:-1]}
@@ -96,7 +96,7 @@ def test_undecodable_files_of_the_library_are_left_out(tmp_path, monkeypatch):
     fill(tmp_path, {"good.py": "x = 1", "old.py": b"# caf\xe9", "test/test_x.py": "no", "notes.txt": "no"})
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     source = sources.find_documents("stdlib")
-    assert [document.name for document in source.documents] == ["good.py"]
+    assert [file.name for file in source.files] == ["good.py"]
     assert source.left_out == ("old.py",)
     shutil.rmtree(tmp_path)
     assert "no library source" in refused("stdlib")
@@ -146,7 +146,7 @@ def test_the_cut_is_at_the_share_of_one_file_and_never_inside_a_character(tmp_pa
 def test_text_longer_than_a_block_is_read_whole(tmp_path):
     content = "é漢🙂x" * 100_000
     path = fill(tmp_path, {"a.txt": "y" + content}) / "a.txt"
-    pieces = list(sources.read(sources.whole(sources.find_documents(str(path)))[0]))
+    pieces = list(sources.texts(sources.whole(sources.find_documents(str(path)))))
     assert len(pieces) > 3
     assert "".join(pieces) == "y" + content
 
@@ -228,4 +228,4 @@ def test_a_run_in_the_folder_is_no_text(tmp_path):
     (run / "checkpoints").mkdir(parents=True)
     for name in (".lock", "config.json", "sample.txt", "checkpoints/notes.txt"):
         (run / name).write_text("not text to train on")
-    assert [document.name for document in sources.find_documents(str(tmp_path)).documents] == ["a.txt"]
+    assert [file.name for file in sources.find_documents(str(tmp_path)).files] == ["a.txt"]

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxgpt.data import cache_folder, open_dataset, open_text, store
+from jaxgpt.data import build, cache_folder, checksums, open_dataset, open_text
 from jaxgpt.data.tokenizer import END_OF_TEXT, BytesTokenizer, CharsTokenizer, train_bpe
 from jaxgpt.errors import UserError
 
@@ -69,7 +69,13 @@ def test_the_manifest_says_what_is_there(corpus, cache):
     assert manifest["tokenizer"] == {"name": "bpe-290", "entries": 290, "trained_on_bytes": trained_on}
     (folder,) = stores(cache)
     assert manifest["folder"] == str(folder)
-    assert set(manifest["checksums"]) == {"train.bin", "validation.bin", "tokenizer.json"}
+    assert set(manifest["checksums"]) == {
+        "train.bin",
+        "train.idx",
+        "validation.bin",
+        "validation.idx",
+        "tokenizer.json",
+    }
     assert (folder / "train.bin").stat().st_size == 2 * manifest["tokens"]["train"]
 
 
@@ -82,9 +88,9 @@ def test_one_file_has_no_boundary_and_is_cut_at_its_share(tmp_path, cache):
 
 
 def test_a_large_vocabulary_takes_four_bytes(corpus, cache):
-    dataset = open_dataset(str(corpus), "bytes", 65_537, 0.2, cache)
-    assert dataset.train.dtype == np.uint32
-    assert open_dataset(str(corpus), "bytes", 65_536, 0.2, cache).train.dtype == np.uint16
+    dataset = open_dataset(str(corpus), "bytes", 65_500, 0.2, cache)
+    assert dataset.train.dtype == np.int32
+    assert open_dataset(str(corpus), "bytes", 65_499, 0.2, cache).train.dtype == np.uint16
 
 
 def test_a_bpe_has_not_seen_the_validation_text(tmp_path, cache):
@@ -101,9 +107,9 @@ def test_a_bpe_has_not_seen_the_validation_text(tmp_path, cache):
 
 
 def test_a_bpe_is_trained_on_a_share_of_a_large_corpus(corpus, cache, monkeypatch):
-    monkeypatch.setattr(store, "_BPE_BYTES", 2)
+    monkeypatch.setattr(build, "_BPE_BYTES", 2)
     used = open_dataset(str(corpus), "bpe", 300, 0.2, cache).manifest["tokenizer"]["trained_on_bytes"]
-    monkeypatch.setattr(store, "_BPE_BYTES", 2**13)
+    monkeypatch.setattr(build, "_BPE_BYTES", 2**13)
     size = open_dataset(str(corpus), "bpe", 301, 0.2, cache).manifest["tokenizer"]["trained_on_bytes"]
     # 4096 bytes are asked for, in whole pieces.
     assert 0 < used < size
@@ -259,7 +265,7 @@ def test_a_changed_count_in_the_manifest_is_damage(corpus, cache):
 
 
 def test_every_chunk_is_checked_up_to_the_limit_and_a_fair_share_beyond(corpus, cache, monkeypatch):
-    monkeypatch.setattr(store, "_CHUNK", 512)
+    monkeypatch.setattr(checksums, "CHUNK", 512)
     open_dataset(str(corpus), "bytes", 256, 0.2, cache)
     path = stores(cache)[0] / "train.bin"
     content = path.read_bytes()
@@ -267,7 +273,7 @@ def test_every_chunk_is_checked_up_to_the_limit_and_a_fair_share_beyond(corpus, 
     chunks = range(0, len(content), 512)
     assert 8 < len(chunks) < 128
     for limit in found:
-        monkeypatch.setattr(store, "_CHECKED", limit)
+        monkeypatch.setattr(checksums, "CHECKED", limit)
         for at in chunks:
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
             try:

@@ -51,7 +51,6 @@ def test_what_may_change_comes_from_the_run_unless_it_is_given(
     ("changes", "named"),
     [
         ({"lr": 1.0, "seed": 3}, ("lr: 1.0, 30.0", "seed: 3, 0")),
-        ({"global_batch": 8}, ("global_batch: 8, 4",)),
         ({"model": dataclasses.replace(TINY, layers=2)}, ("model.layers: 2, 1",)),
         ({"steps": 6}, ("steps: 6, 12",)),
         ({"validation": 0.2}, ("validation: 0.2, 0.05",)),

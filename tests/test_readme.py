@@ -50,6 +50,7 @@ def test_the_commands_are_known():
         [".venv/bin/jaxgpt", "train"],
         [".venv/bin/pytest"],
         *(["jaxgpt", verb] for verb in "train train eval sample export explain explain plan check".split()),
+        *(["jaxgpt", "data"] for _ in range(3)),
     ]
 
 
@@ -74,9 +75,8 @@ def test_the_first_command_trains_in_a_process_of_its_own(folder, there):
 
 
 def test_the_other_commands_in_turn(folder, there, capsys):
-    train, resume, evaluate, sample, export, explain, draw, plan, check = (
-        parts(command)[0][1:] for command in COMMANDS[2:]
-    )
+    found = [parts(command)[0][1:] for command in COMMANDS[2:]]
+    train, resume, evaluate, sample, export, explain, draw, plan, check, prepare, inspect, blend = found
     assert main([*train, *TINY]) == 0
     assert (folder / "runs" / "mine" / "loss.png").stat().st_size > 0
     capsys.readouterr()
@@ -91,6 +91,12 @@ def test_the_other_commands_in_turn(folder, there, capsys):
     notebook()
     assert main(check + TINY + ["--data", "my_texts"]) == 0
     assert "parameter blocks.mlp.up.weight" in capsys.readouterr().out
+    assert main([*prepare, "--validation", "0.3"]) == 0
+    capsys.readouterr()
+    assert main(inspect) == 0
+    assert "bytes a token" in capsys.readouterr().out
+    assert main([*blend, "--validation", "0.3"]) == 0
+    assert "checksum of the order" in capsys.readouterr().out
     assert "4096 devices" in told(explain)
     assert "zero-bubble: idle for" in told(draw)
     assert (folder / "schedule.png").stat().st_size > 0

@@ -1,6 +1,7 @@
 """Runs: resumed bit for bit after any end, refused in one line, nothing of the user's lost or overwritten."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -47,6 +48,7 @@ def test_a_run_leaves_all_that_it_promises(data: Path, tmp_path: Path, capsys: p
             ".lock",
             "config.json",
             "data.json",
+            "samples.json",
             "tokenizer",
             "checkpoints",
             "metrics.jsonl",
@@ -207,9 +209,7 @@ def test_metrics_are_read_a_step_late_and_at_log_steps_alone(
     assert [n for kind, n in events if kind == "dispatch"] == list(range(1, 10))
 
 
-def test_each_step_sees_its_own_samples(
-    data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_step_sees_its_own_samples(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, real = [], Bigram.place
 
     def place(self: Bigram, batch: dict[str, np.ndarray]) -> Tree:
@@ -220,8 +220,8 @@ def test_each_step_sees_its_own_samples(
     run.train(config(data, steps=2, eval_every=0), tmp_path / "run")
     run.train(config(data, steps=4, eval_every=0), tmp_path / "run")
     bytes_ = np.frombuffer(text().encode(), np.uint8)
-    store = next((cache / "tokens").iterdir())
-    tokens = np.fromfile(store / "train.bin", "<u2")
+    store = json.loads((tmp_path / "run" / "data.json").read_text())["store"]["folder"]
+    tokens = np.fromfile(Path(store) / "train.bin", "<u2")
     assert np.array_equal(tokens, bytes_[: len(tokens)])
     batches = [b for b in seen if (b["targets"] >= 0).all() and len(b["inputs"]) == 4]
     expected = training_batch(tokens, 8, 0, 0, 16).reshape(4, 4, 9)

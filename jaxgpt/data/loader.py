@@ -1,14 +1,16 @@
 """Batches from stored tokens, for training in the order of samples and for validation in the order of the text."""
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import numpy as np
-from jaxtyping import Int32, UInt
+from jaxtyping import Bool, Int32, Int64, Integer
 
-from jaxgpt.data.order import epoch_shifts, sample_indices
+from jaxgpt.data.megatron import Documents
+from jaxgpt.data.order import epoch_shifts, indices_at
 from jaxgpt.errors import UserError
 
 NO_TARGET = -1
@@ -17,7 +19,7 @@ NO_TARGET = -1
 T = TypeVar("T")
 
 
-def samples_in(tokens: UInt[np.ndarray, " tokens"], seq: int, part: str = "text") -> int:
+def samples_in(tokens: Integer[np.ndarray, " tokens"], seq: int, part: str = "text") -> int:
     """Samples of an epoch: of seq + 1 tokens, neighbours sharing one, and room to begin each epoch elsewhere.
 
     Raises UserError, naming the part, where there is none.
@@ -31,7 +33,7 @@ def samples_in(tokens: UInt[np.ndarray, " tokens"], seq: int, part: str = "text"
 
 
 def training_batch(
-    tokens: UInt[np.ndarray, " tokens"], seq: int, seed: int, first: int, count: int
+    tokens: Integer[np.ndarray, " tokens"], seq: int, seed: int, first: int, count: int
 ) -> Int32[np.ndarray, "{count} {seq}+1"]:
     """The samples at positions first .. first + count - 1 of the seed's order: inputs [:, :-1], targets [:, 1:].
 
@@ -40,15 +42,51 @@ def training_batch(
     token is not met at the same position of the context every time. Raises UserError where the text is shorter than
     one sample.
     """
-    samples = samples_in(tokens, seq)
-    starts = sample_indices(seed, first, count, samples) * seq
-    starts += epoch_shifts(seed, first, count, samples, min(seq, len(tokens) - samples * seq))
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)
-    return windows[starts].astype(np.int32)
+    starts = sample_starts(len(tokens), samples_in(tokens, seq), seq, seed, np.arange(first, first + count))
+    found = np.empty((count, seq + 1), np.int32)
+    copy_rows(tokens, starts, found, range(count))
+    return found
+
+
+def sample_starts(
+    tokens: int, samples: int, seq: int, seed: int, positions: Int64[np.ndarray, " n"]
+) -> Int64[np.ndarray, " n"]:
+    """The first token of the sample at each of these positions of the order."""
+    starts = indices_at(seed, positions, samples) * seq
+    return starts + epoch_shifts(seed, positions, samples, min(seq, tokens - samples * seq))
+
+
+def copy_rows(tokens: np.ndarray, starts: Int64[np.ndarray, " n"], found: np.ndarray, rows: Iterable[int]) -> None:
+    """found[row] = the tokens from starts[i] on, for each i and row in turn."""
+    length = found.shape[1]
+    tokens = np.asarray(tokens)  # slices of a memmap are memmaps, at ten times the cost
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        found[row] = tokens[start : start + length]
+
+
+def begins(documents: Documents, starts: Int64[np.ndarray, " n"], length: int) -> Bool[np.ndarray, "n {length}"]:
+    """Whether a document begins at each place of the `length` tokens from each start on; not at the first, whose
+    document may have begun before."""
+    found = np.zeros((len(starts), length), bool)
+    rows, places = documents.between(starts, starts + length - 1)
+    found[rows, places - starts[rows]] = True
+    return found
+
+
+def segments(
+    begins: Bool[np.ndarray, "n length"],
+) -> tuple[Int32[np.ndarray, "n length"], Int32[np.ndarray, "n length"]]:
+    """(segment, position) of each token of rows in which documents begin at these places.
+
+    Segments count a row's documents from 0; positions count a document's tokens in the row from 0.
+    """
+    places = np.arange(begins.shape[1], dtype=np.int32)
+    last = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return np.cumsum(begins, axis=1, dtype=np.int32), (places - last).astype(np.int32)
 
 
 def validation_batches(
-    tokens: UInt[np.ndarray, " tokens"], seq: int, batch: int, limit_tokens: int | None = None
+    tokens: Integer[np.ndarray, " tokens"], seq: int, batch: int, limit_tokens: int | None = None
 ) -> Iterator[tuple[Int32[np.ndarray, "{batch} {seq}"], Int32[np.ndarray, "{batch} {seq}"]]]:
     """(inputs, targets) in which each token but the first is a target once; targets are -1 where there is none.
 
@@ -93,6 +131,8 @@ class Prefetcher(Generic[T]):
         self._steps = iter(range(first, stop))
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._futures: deque[Future[T]] = deque()
+        self.waited = 0.0
+        """Seconds that the consumer has waited."""
         for _ in range(ahead):
             self._ask()
 
@@ -105,7 +145,9 @@ class Prefetcher(Generic[T]):
             raise StopIteration
         future = self._futures[0]
         # Waits; an interrupt here leaves the queue as it was.
+        began = time.monotonic()
         failed = future.exception() is not None
+        self.waited += time.monotonic() - began
         self._futures.popleft()
         if failed:
             self.close()

@@ -17,15 +17,21 @@ _WORD = 2**64
 
 
 def sample_indices(seed: int, first: int, count: int, samples: int) -> Int64[np.ndarray, " count"]:
-    """The samples at positions first .. first + count - 1 of the order.
+    """The samples at positions first .. first + count - 1 of the order; see indices_at."""
+    if not (first >= 0 and count >= 0 and first + count < 2**63):
+        raise ValueError(f"no order for first {first}, count {count}")
+    return indices_at(seed, np.arange(first, first + count), samples)
+
+
+def indices_at(seed: int, positions: Int64[np.ndarray, " n"], samples: int) -> Int64[np.ndarray, " n"]:
+    """The samples at these positions of the order.
 
     seed: at least 0 and below 2**64. samples: how many there are; every epoch of that many positions holds each of
     0 .. samples - 1 once. Raises ValueError where an argument is out of range.
     """
-    if not (0 <= seed < _WORD and first >= 0 and count >= 0 and samples >= 1 and first + count < 2**63):
-        raise ValueError(f"no order for seed {seed}, first {first}, count {count}, samples {samples}")
-    position = np.arange(first, first + count, dtype=np.uint64)
-    epoch, place = np.divmod(position, np.uint64(samples))
+    if not (0 <= seed < _WORD and samples >= 1 and (positions >= 0).all()):
+        raise ValueError(f"no order for seed {seed}, samples {samples}, positions {positions}")
+    epoch, place = np.divmod(positions.astype(np.uint64), np.uint64(samples))
     key = _mix(epoch + _mix(np.array([seed], np.uint64)))
     index = _step(place, key, samples)
     while (outside := np.flatnonzero(index >= samples)).size:
@@ -33,9 +39,9 @@ def sample_indices(seed: int, first: int, count: int, samples: int) -> Int64[np.
     return index.astype(np.int64)
 
 
-def epoch_shifts(seed: int, first: int, count: int, samples: int, shifts: int) -> Int64[np.ndarray, " count"]:
-    """For each position of sample_indices a number below `shifts` that its epoch draws."""
-    epoch = np.arange(first, first + count, dtype=np.uint64) // np.uint64(samples)
+def epoch_shifts(seed: int, positions: Int64[np.ndarray, " n"], samples: int, shifts: int) -> Int64[np.ndarray, " n"]:
+    """For each position of indices_at a number below `shifts` that its epoch draws."""
+    epoch = positions.astype(np.uint64) // np.uint64(samples)
     return (_mix(epoch + _mix(np.array([seed ^ _GOLDEN], np.uint64))) % np.uint64(shifts)).astype(np.int64)
 
 
@@ -58,7 +64,8 @@ def _word(turn: int) -> int:
 def _mix(x: np.ndarray) -> np.ndarray:
     """A hash of 64-bit words (the finaliser of SplitMix64; Steele, Lea and Flood, 2014)."""
     x = x ^ (x >> 30)
-    x = x * 0xBF58476D1CE4E5B9
-    x = x ^ (x >> 27)
-    x = x * 0x94D049BB133111EB
-    return x ^ (x >> 31)
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
+    return x

@@ -1,271 +1,236 @@
-"""Where text comes from: a file, a folder, a pattern or the Python standard library, as documents in a fixed order."""
+"""Where text comes from: files of text, JSONL or Parquet, compressed or not, as documents in a fixed order."""
 
 import codecs
-import glob
 import hashlib
 import os
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
+from jaxgpt.data import files, formats, scan
+from jaxgpt.data.files import STDLIB, shown, unreadable
+from jaxgpt.data.scan import File, Scanned
 from jaxgpt.errors import UserError
 
-STDLIB = "stdlib"
-_BLOCK = 2**18
-"""Bytes read at once."""
-_SNIFFED = 8192
-"""Bytes at a file's start in which a zero byte tells a binary file."""
-_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-"""Folders below the standard library that hold tests or other people's packages."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """One file that is not empty."""
-
-    name: str
-    """Path below the folder it was found in, with slashes: the same on every machine."""
-    path: str
-    size: int
-    """Bytes."""
-    modified: int
-    """Time of its last change, nanoseconds."""
-    digest: str
-    """BLAKE2b of its bytes, 16 bytes as hexadecimal digits."""
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""The builtin map, or Workers.map."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents in the order in which they are trained on, and what --data named."""
+    """Files in the order in which they are trained on, and what --data named."""
 
     data: str
-    documents: tuple[Document, ...]
+    files: tuple[File, ...]
     left_out: tuple[str, ...]
     """Names of binary files of a folder, and of files of the standard library that are not UTF-8."""
 
     @property
     def size(self) -> int:
-        """Bytes of all documents."""
-        return sum(document.size for document in self.documents)
+        """UTF-8 bytes of all text."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def documents(self) -> int:
+        return sum(file.documents for file in self.files)
 
     def describe(self) -> str:
         """One line for the console."""
-        files = f"{len(self.documents):,} file{'s' * (len(self.documents) > 1)}, {self.size:,} bytes"
-        names = ", ".join(_shown(name) for name in self.left_out[:3]) + (", ..." if len(self.left_out) > 3 else "")
-        return f"{self.data}: {files}" + (f" ({len(self.left_out):,} left out: {names})" if self.left_out else "")
+        held = f"{len(self.files):,} file{'s' * (len(self.files) > 1)}, {self.size:,} bytes"
+        if self.documents != len(self.files):
+            held += f" in {self.documents:,} documents"
+        names = ", ".join(shown(name) for name in self.left_out[:3]) + (", ..." if len(self.left_out) > 3 else "")
+        return f"{self.data}: {held}" + (f" ({len(self.left_out):,} left out: {names})" if self.left_out else "")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes start .. stop of a document."""
+    """Text of a file that is read in one go."""
 
-    document: Document
+    file: File
     start: int
-    stop: int
+    stop: int | None
+    """As in Piece."""
+    size: int
+    """UTF-8 bytes."""
+    documents: int
+    """That end in it."""
     bounded: bool
-    """Whether a boundary between documents follows."""
+    """Whether a boundary follows what ends in it."""
+    skip: int = 0
+    """Documents at the start that are not its own."""
+
+    @property
+    def boundaries(self) -> int:
+        return self.documents if self.bounded else 0
 
 
-def find_documents(data: str) -> Source:
-    """The documents of --data, every byte of them read once for their digests.
+# What there is
 
-    data is a text file; a folder, of which all files at any depth are taken but hidden ones, those in hidden
-    folders, and binary ones (with a zero byte among their first 8192 bytes); a pattern such as "src/**/*.py", which
-    takes exactly the files that it names; or "stdlib", the .py files of the running Python's standard library without
-    its tests and installed packages. A file named twice, by a link, is taken once. Several documents are ordered by
-    a hash of their names, so that the last ones are a fair sample of all.
 
-    Raises UserError where nothing is there, a file cannot be read, or text is not UTF-8 (with file and offset).
+def find_documents(data: str, run: Map = map) -> Source:
+    """The documents of --data, all of them read once: for their digests, and to find what is wrong with them.
+
+    data is a file; a folder, of which all files at any depth are taken but hidden ones, those in hidden folders, and
+    binary ones (with a zero byte among their first 8192 bytes); a pattern such as "src/**/*.py", which takes exactly
+    the files that it names; or "stdlib", the .py files of the running Python's standard library without its tests and
+    installed packages. A file is what its name says (see formats): a text is one document, a JSONL file one a line, a
+    Parquet file one a row; the field or column is "text", or what follows a # ("a.jsonl#content"). A file named
+    twice, by a link, is taken once. Several files are ordered by a hash of their names, so that the last ones are a
+    fair sample of all. run: map, or Workers.map to read with many processes.
+
+    Raises UserError where nothing is there, a file cannot be read, or text is not UTF-8 (with file and offset or line).
     """
-    library = data == STDLIB
-    found = _library_files() if library else _files(data)
-    folder = not library and os.path.isdir(os.path.expanduser(data))
-    documents, left_out, seen = [], [], set()
-    for name, path in sorted(found):
-        real = os.path.realpath(path)
+    found = files.find(data)
+    path, field = files.place_and_field(data)
+    library, folder = data == STDLIB, data != STDLIB and os.path.isdir(path)
+    left_out, tasks, seen = [], [], set()
+    for name, each in found:
+        real = os.path.realpath(each)
         if real in seen:
             continue
         seen.add(real)
-        document = None if folder and _binary(path) else _document(name, path, strict=not library)
-        if document is None:
+        form = formats.form_of(name, field)
+        if folder and form.kind == "text" and scan.is_binary(each, form):
             left_out.append(name)
-        elif document.size:
-            documents.append(document)
-    if not documents:
+        else:
+            tasks += scan.tasks(name, each, form, strict=not library)
+    taken: dict[str, list[Scanned]] = {}
+    for task, scanned in zip(tasks, run(scan.scan, tasks), strict=True):
+        if scanned is None:
+            left_out.append(task.name)
+        else:
+            taken.setdefault(task.name, []).append(scanned)
+    forms = {task.name: task for task in tasks}
+    kept = [file for name, parts in taken.items() if (file := scan.joined_file(forms[name], parts)).size]
+    if not kept:
         raise UserError(f"--data {data}: {_nothing(len(seen), len(left_out))}")
-    documents.sort(key=lambda document: hashlib.blake2b(_encoded(document.name), digest_size=16).digest())
-    return Source(data, tuple(documents), tuple(left_out))
+    kept.sort(key=lambda file: hashlib.blake2b(_encoded(file.name), digest_size=16).digest())
+    return Source(data, tuple(kept), tuple(left_out))
+
+
+# Train and validation
+
+
+def whole(source: Source) -> list[Span]:
+    """All of the source, as spans."""
+    spans = []
+    for file in source.files:
+        table = file.form.kind != "text"
+        for p in file.pieces:
+            bounded = table or file is not source.files[-1]
+            spans.append(Span(file, p.start, p.stop, p.size, p.documents, bounded))
+    return spans
 
 
 def split(source: Source, validation: float) -> tuple[list[Span], list[Span]]:
     """The source's train and validation spans: the last `validation` share of the bytes is for validation.
 
     The cut lies in the text, not in the tokens, so that it is the same for every tokenizer and a tokenizer can be
-    trained without having seen the validation text. It may divide a document, at the start of a character.
+    trained without having seen the validation text. It may divide a text file, at the start of a character, but no
+    document of JSONL or Parquet: the one in which it falls is trained on.
     """
     cut = int(source.size * (1 - validation))
     train: list[Span] = []
     held_out: list[Span] = []
     passed = 0
-    for document in source.documents:
-        bounded = document is not source.documents[-1]
-        at = min(max(cut - passed, 0), document.size)
-        if 0 < at < document.size:
-            at = _character_start(document, at)
-        if at:
-            train.append(Span(document, 0, at, bounded and at == document.size))
-        if at < document.size:
-            held_out.append(Span(document, at, document.size, bounded))
-        passed += document.size
+    for span in whole(source):
+        at = min(max(cut - passed, 0), span.size)
+        before, after = _divided(span, at) if 0 < at < span.size else (span, span)
+        if at and before.size:
+            train.append(before)
+        if at < span.size and after.size:
+            held_out.append(after)
+        passed += span.size
     return train, held_out
 
 
-def whole(source: Source) -> list[Span]:
-    """All of the source, as spans."""
-    return [Span(d, 0, d.size, bounded=d is not source.documents[-1]) for d in source.documents]
+def _divided(span: Span, at: int) -> tuple[Span, Span]:
+    """What lies before and after `at` bytes of a span's text."""
+    if span.file.form.kind == "text":
+        place = character_start(span.file, span.start + at)
+        before = replace(span, stop=place, size=place - span.start, documents=0, bounded=False)
+        return before, replace(span, start=place, size=span.size - before.size)
+    count = size = 0
+    for text, _ in read(span):
+        if size >= at:
+            break
+        count, size = count + 1, size + len(text.encode())
+    before = replace(span, size=size, documents=count)
+    return before, replace(span, size=span.size - size, documents=span.documents - count, skip=span.skip + count)
 
 
-def read(span: Span) -> Iterator[str]:
-    """The span's text in pieces of at most 256 KiB. Raises UserError where the file has changed since it was found."""
-    document = span.document
-    position = span.start
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        with open(document.path, "rb") as file:
-            file.seek(span.start)
-            while position < span.stop:
-                block = file.read(min(_BLOCK, span.stop - position))
-                now = os.fstat(file.fileno())
-                if not block or (now.st_size, now.st_mtime_ns) != (document.size, document.modified):
-                    raise UserError(
-                        f"{_shown(document.path)}: the file changed while it was read; run again when it is still"
-                    )
-                position += len(block)
-                yield decoder.decode(block, final=position == span.stop)
-    except OSError as error:
-        raise _unreadable(document.path, error) from None
-
-
-def _files(data: str) -> list[tuple[str, str]]:
-    """(name, path) of each file that --data names."""
-    path = os.path.expanduser(data)
-    if os.path.isdir(path):
-        return list(_walk(path))
-    if os.path.exists(path):
-        if not os.path.isfile(path):
-            raise UserError(f"--data {data}: neither a file nor a folder; store the text in a file first")
-        return [(os.path.basename(path), path)]
-    if not glob.has_magic(path):
-        raise UserError(f'--data {data}: no such file or folder; "{STDLIB}" is the Python standard library\'s source')
-    root = _fixed_folder(path)
-    return [(_name(match, root), match) for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
-
-
-def _walk(root: str) -> Iterator[tuple[str, str]]:
-    def refuse(error: OSError) -> None:
-        raise _unreadable(error.filename, error)
-
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        if ".lock" in files and "config.json" in files:  # a run, written while this is read: its text is not data
-            folders[:], files = [], []
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for file in files:
-            path = os.path.join(folder, file)
-            # A link to nowhere is kept, to be refused by name; sockets and pipes are no text.
-            if not file.startswith(".") and (os.path.isfile(path) or os.path.islink(path)):
-                yield _name(path, root), path
-
-
-def _library_files() -> list[tuple[str, str]]:
-    root = sysconfig.get_path("stdlib")
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_THE_LIBRARY]
-        # _sysconfigdata is written when Python is built and holds that machine's paths.
-        source = [file for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")]
-        found += [(_name(os.path.join(folder, file), root), os.path.join(folder, file)) for file in source]
-    if not found:
-        raise UserError(f"--data {STDLIB}: this Python has no library source in {root}; name a text file or folder")
-    return found
-
-
-def _document(name: str, path: str, strict: bool) -> Document | None:
-    """The file's document. Where it is not UTF-8: UserError if strict, else None."""
-    digest = hashlib.blake2b(digest_size=16)
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            while block := file.read(_BLOCK):
-                digest.update(block)
-                offset -= len(decoder.getstate()[0])
-                decoder.decode(block)
-                offset = file.tell()
-            offset -= len(decoder.getstate()[0])
-            decoder.decode(b"", final=True)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    except UnicodeDecodeError as error:
-        if not strict:
-            return None
-        raise UserError(
-            f"{_shown(path)}: not UTF-8 at byte {offset + error.start} ({error.reason}); convert the file to UTF-8, "
-            "or take a pattern that leaves it out"
-        ) from None
-    return Document(name, path, status.st_size, status.st_mtime_ns, digest.hexdigest())
-
-
-def _binary(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            start = file.read(_SNIFFED)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    return b"\0" in start and not start.startswith(_UTF16_MARKS)
-
-
-def _character_start(document: Document, offset: int) -> int:
+def character_start(file: File, offset: int) -> int:
     """The start of the character that holds the byte at offset."""
+    first = max(offset - 3, 0)
     try:
-        with open(document.path, "rb") as file:
-            file.seek(max(offset - 3, 0))
-            around = file.read(min(offset, 3) + 1)
+        around = b"".join(formats.blocks(file.path, file.form, first, offset + 1))
     except OSError as error:
-        raise _unreadable(document.path, error) from None
+        raise unreadable(file.path, error) from None
     # Bytes 10xxxxxx continue a character.
     return offset - next((back for back, byte in enumerate(reversed(around)) if byte & 0xC0 != 0x80), 0)
 
 
-def _fixed_folder(pattern: str) -> str:
-    """The folder before the pattern's first wildcard."""
-    parts = Path(pattern).parts
-    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    return os.path.join(*parts[:fixed]) if fixed else ""
+# Reading
 
 
-def _name(path: str, root: str) -> str:
-    return Path(os.path.relpath(path, root or ".")).as_posix()
+def read(span: Span) -> Iterator[tuple[str, bool]]:
+    """(text, whether a document ends with it) in turn; of a text file at most 256 KiB at once.
+
+    Raises UserError where the file has changed since it was found.
+    """
+    try:
+        _refuse_changed(span.file)
+        if span.file.form.kind == "text":
+            yield from _read_text(span)
+            return
+        left = span.documents
+        for number, text in enumerate(scan.texts(span.file.path, span.file.form, span.start, span.stop)):
+            if number >= span.skip and left:
+                left -= 1
+                yield text, True
+            if not left:
+                break
+        _refuse_changed(span.file)
+        if left:
+            raise _changed(span.file)
+    except OSError as error:
+        raise unreadable(span.file.path, error) from None
+
+
+def texts(spans: Iterable[Span]) -> Iterator[str]:
+    """The text of spans, in pieces."""
+    return (text for span in spans for text, _ in read(span))
+
+
+def _read_text(span: Span) -> Iterator[tuple[str, bool]]:
+    file, left = span.file, span.size
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for block in formats.blocks(file.path, file.form, span.start, span.stop):
+        _refuse_changed(file)
+        left -= len(block)
+        yield decoder.decode(block, final=not left), not left and bool(span.documents)
+    if left:
+        raise _changed(file)
+
+
+def _refuse_changed(file: File) -> None:
+    now = os.stat(file.path)
+    if (now.st_size, now.st_mtime_ns) != (file.stored, file.modified):
+        raise _changed(file)
+
+
+def _changed(file: File) -> UserError:
+    return UserError(f"{shown(file.path)}: the file changed while it was read; run again when it is still")
 
 
 def _encoded(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _shown(name: str) -> str:
-    """The name as it can be printed, whatever bytes it has on disk."""
-    return os.fsencode(name).decode("utf-8", "replace")
-
-
-def _nothing(files: int, left_out: int) -> str:
-    if not files:
+def _nothing(found: int, left_out: int) -> str:
+    if not found:
         return "no files there; name a text file, a folder of text files, or a pattern such as 'src/**/*.py'"
     if left_out:
-        return f"holds no text ({left_out} binary and {files - left_out} empty files); name files of UTF-8 text"
-    return "the file is empty" if files == 1 else f"all {files} files are empty"
-
-
-def _unreadable(path: str, error: OSError) -> UserError:
-    return UserError(f"{_shown(path)}: cannot be read ({error.strerror or error}); check the path and its permissions")
+        return f"holds no text ({left_out} binary and {found - left_out} empty files); name files of UTF-8 text"
+    return "the file is empty" if found == 1 else f"all {found} files are empty"

@@ -1,11 +1,13 @@
 """Tokens, made once and stored: memory-mapped files under a key of all that determines them, checked when opened.
 
-    CACHE/tokens/KEY/ train.bin validation.bin  tokens, little-endian uint16 (uint32 above 65536 entries)
-                      tokenizer files           as Tokenizer.save writes them
-                      manifest.json             where the text came from, counts, a CRC-32 of each chunk of each file
+    CACHE/tokens/KEY/ train.bin train.idx      Megatron's pair: tokens, and where documents end
+                      validation.bin .idx
+                      tokenizer files          as Tokenizer.save writes them
+                      manifest.json            where the text came from, counts, a CRC-32 of each chunk of each file
 
 A store is built in a folder of its own and renamed into place, so that it is whole or absent, and two processes may
 build the same one. It is never deleted, mended or rebuilt in silence: a damaged one is refused by name.
+`jaxgpt data prepare` makes such a folder anywhere, and --data takes it as it is.
 """
 
 import errno
@@ -14,41 +16,24 @@ import json
 import os
 import secrets
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt
+from jaxtyping import Integer
 
-from jaxgpt.data import sources
+from jaxgpt.data import checksums, files, megatron, prepare, sources
+from jaxgpt.data.build import FORMAT, MANIFEST, PARTS, Say, Wanted, fill, settle, text_bytes
 from jaxgpt.data.loader import samples_in
-from jaxgpt.data.sources import Source, Span
-from jaxgpt.data.tokenizer import (
-    NAMES,
-    BytesTokenizer,
-    CharsTokenizer,
-    Tokenizer,
-    check_size,
-    load_tokenizer,
-    open_tokenizer,
-    train_bpe,
-)
+from jaxgpt.data.megatron import Documents
+from jaxgpt.data.sources import Source
+from jaxgpt.data.tokenizer import NAMES, BytesTokenizer, Tokenizer, check_size, load_tokenizer, open_tokenizer
+from jaxgpt.data.workers import Workers, cores
 from jaxgpt.errors import UserError, require
 
-_FORMAT = 1
-_MANIFEST = "manifest.json"
-_CHUNK = 2**22
-"""Bytes under one checksum."""
-_CHECKED = 128
-"""Most chunks checked on opening (512 MiB, about half a second); of a larger store as many, evenly spread."""
-_BATCH = 2**22
-"""Characters given to the tokenizer at once."""
-_BPE_BYTES = 2**13
-"""Most bytes of text an entry that a BPE is trained on, but never less than for 2048 entries (16 MiB)."""
+_SHARED = 2**25
+"""Bytes on disk from which on several processes are worth their start."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,25 +41,37 @@ class Dataset:
     """A corpus as tokens, in two parts that share none."""
 
     tokenizer: Tokenizer
-    train: UInt[np.ndarray, " train_tokens"]
+    train: Integer[np.ndarray, " train_tokens"]
     """Memory-mapped, as validation is."""
-    validation: UInt[np.ndarray, " validation_tokens"]
-    validation_bytes: int
-    """UTF-8 bytes that the validation tokens stand for; the end-of-text token stands for none."""
+    validation: Integer[np.ndarray, " validation_tokens"]
+    validation_bytes: int | None
+    """UTF-8 bytes that the validation tokens stand for; the end-of-text token stands for none. None: not known."""
+    documents: Documents
+    """Where those of the train part begin."""
     manifest: dict[str, Any]
     """What the store's manifest.json says, with the source as it was named this time."""
+    foreign: bool = False
+    """Whether others have made the tokens, so that they are checked as they are read."""
 
-    def check(self, seq: int) -> None:
-        """Raises UserError unless each part holds a sample of seq + 1 tokens."""
-        samples_in(self.train, seq, "training part")
-        samples_in(self.validation, seq, "validation part")
+    def check(self, seq: int, named: str = "") -> None:
+        """Raises UserError unless each part holds a sample of seq + 1 tokens. named: the source, in a blend."""
+        of = f" of {named}" if named else ""
+        samples_in(self.train, seq, f"training part{of}")
+        samples_in(self.validation, seq, f"validation part{of}")
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens and the tokenizer: the same for the same ones, wherever they lie."""
+        # Where documents end has been stored since format 2; what the tokens are has not changed.
+        kept = {name: found for name, found in self.manifest["checksums"].items() if not name.endswith(".idx")}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
     """A text as tokens, all of them to be evaluated."""
 
-    tokens: UInt[np.ndarray, " tokens"]
+    tokens: Integer[np.ndarray, " tokens"]
     bytes: int
     """UTF-8 bytes that the tokens stand for."""
     description: str
@@ -89,225 +86,181 @@ def cache_folder() -> Path:
 
 def open_dataset(
     data: str,
-    tokenizer: str,
+    tokenizer: str | Tokenizer,
     vocab: int,
     validation: float,
     cache: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Dataset:
-    """The corpus that --data names, as tokens of --tokenizer, from the cache where it was tokenized before.
+    """The corpus that a source of --data names, as tokens of --tokenizer, from the cache where it was tokenized before.
 
-    data: see sources.find_documents. tokenizer: a name of tokenizer.NAMES or a path, see tokenizer.open_tokenizer.
-    vocab: most entries the tokenizer may have; a bpe is trained to that many, from the train part alone.
-    validation: share of the text's bytes, at its end, kept for validation. say is told what takes time.
+    data: see sources.find_documents; or a folder that `jaxgpt data prepare` made, or a pair of Megatron's files, which
+    are opened where they are. tokenizer: one, a name of tokenizer.NAMES or a path, see tokenizer.open_tokenizer.
+    vocab: most entries the tokenizer may have; a bpe is trained to that many, from the train part alone. validation:
+    share of the text's bytes, at its end, kept for validation. say is told what takes time.
 
     Raises UserError where data, tokenizer or cache cannot be used, or the stored tokens are damaged.
     """
     require(0 < validation < 1, "--validation", validation, "must be above 0 and below 1")
-    given = _given(tokenizer)
+    if is_prepared(data):
+        return open_prepared(data, tokenizer, vocab)
+    given = given_tokenizer(tokenizer)
     if given is not None:
         check_size(given, vocab)
-    source = sources.find_documents(data)
-    kind = given.fingerprint() if given is not None else tokenizer
-    folder = (cache or cache_folder()) / "tokens" / _key(source, kind, vocab, validation)
-    try:
-        if not folder.exists():
-            _build(folder, source, given, tokenizer, vocab, validation, say)
-        return _open(folder, source)
-    except OSError as error:
-        raise _unwritable(folder.parent, error) from None
+    if is_megatron(data):
+        return _open_megatron(data, given, validation)
+    with Workers(processes(data)) as workers:
+        source = sources.find_documents(data, workers.map)
+        wanted = Wanted(given or str(tokenizer), vocab, validation)
+        folder = (cache or cache_folder()) / "tokens" / wanted.key(source)
+        try:
+            if not folder.exists():
+                _build(folder, source, wanted, workers, say)
+            return open_store(folder, source.describe())
+        except OSError as error:
+            raise _unwritable(folder.parent, error) from None
 
 
 def open_text(data: str, tokenizer: Tokenizer) -> Text:
     """All of the text that data names, as tokens in memory. Raises UserError as open_dataset does."""
     source = sources.find_documents(data)
     spans = sources.whole(source)
-    kind = _dtype(tokenizer.size)
-    tokens = np.concatenate([part.astype(kind) for part in _encode(spans, tokenizer)])
-    return Text(tokens, _bytes(spans, tokenizer), source.describe())
+    kind = megatron.kind_for(tokenizer.size)
+    tokens = np.concatenate([part.astype(kind) for part, _ in prepare.encode_spans(spans, tokenizer)])
+    return Text(tokens, text_bytes(spans, tokenizer), source.describe())
 
 
-def _given(tokenizer: str) -> Tokenizer | None:
+def given_tokenizer(tokenizer: str | Tokenizer) -> Tokenizer | None:
     """The tokenizer, unless it is to be made from the corpus."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
     if tokenizer == BytesTokenizer.name:
         return BytesTokenizer()
     return None if tokenizer in NAMES else open_tokenizer(tokenizer)
 
 
-def _key(source: Source, kind: str, vocab: int, validation: float) -> str:
-    files = [(document.name, document.size, document.digest) for document in source.documents]
-    content = json.dumps([_FORMAT, files, kind, vocab, validation])
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+def processes(data: str) -> int:
+    """How many to read and encode a source with: one, unless it is large."""
+    try:
+        stored = sum(os.path.getsize(path) for _, path in files.find(data))
+    except OSError:
+        return 1  # said with its name when it is read
+    return cores() if stored >= _SHARED else 1
 
 
-def _build(
-    folder: Path,
-    source: Source,
-    given: Tokenizer | None,
-    name: str,
-    vocab: int,
-    validation: float,
-    say: Callable[[str], None],
-) -> None:
-    train, held_out = sources.split(source, validation)
+# Building
+
+
+def _build(folder: Path, source: Source, wanted: Wanted, workers: Workers, say: Say) -> None:
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
-        tokenizer, learned_from = (given, 0) if given else _make(name, train, held_out, vocab, say)
-        check_size(tokenizer, vocab)
-        tokenizer.save(temporary)
-        say(f"encoding {source.size:,} bytes as {tokenizer.name}")
-        tokens = {}
-        for part, spans in {"train": train, "validation": held_out}.items():
-            tokens[part] = _write(temporary / f"{part}.bin", _encode(spans, tokenizer), _dtype(vocab))
-            if not tokens[part]:
-                raise UserError(
-                    f"--data {source.data}: its {source.size} bytes leave no token for the {part} part; take more "
-                    "text or another --validation"
-                )
-        manifest = {
-            "format": _FORMAT,
-            "files": [{"name": document.name, "bytes": document.size} for document in source.documents],
-            "bytes": {"train": _bytes(train, tokenizer), "validation": _bytes(held_out, tokenizer)},
-            "tokens": tokens,
-            "dtype": _dtype(vocab).name,
-            "validation": validation,
-            "tokenizer": {"name": tokenizer.name, "entries": tokenizer.size, "trained_on_bytes": learned_from},
-            "checksums": {file.name: _checksums(file) for file in sorted(temporary.iterdir())},
-        }
-        (temporary / _MANIFEST).write_text(
-            json.dumps(manifest | {"checksum": _digest(manifest)}, indent=1), encoding="utf-8"
-        )
-        _settle(temporary, folder)
+        fill(temporary, source, wanted, workers, say)
+        settle(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _make(
-    name: str, train: list[Span], held_out: list[Span], vocab: int, say: Callable[[str], None]
-) -> tuple[Tokenizer, int]:
-    """A tokenizer made from the corpus, and how many bytes it was made from."""
-    if name == CharsTokenizer.name:
-        characters: set[str] = set()
-        for span in train + held_out:
-            characters.update(*sources.read(span))
-        if any(span.bounded for span in train + held_out):
-            characters.update(CharsTokenizer.boundary)
-        return CharsTokenizer(characters), _size(train + held_out)
-    share = min(1.0, _BPE_BYTES * max(vocab, 2048) / max(_size(train), 1))
-    say(f"training a bpe of {vocab:,} entries on {share:.0%} of the train part's {_size(train):,} bytes")
-    used = []
-
-    def sample() -> Iterator[str]:
-        for number, piece in enumerate(chain.from_iterable(map(sources.read, train))):
-            if int((number + 1) * share) > int(number * share):
-                used.append(len(piece.encode()))
-                yield piece
-
-    return train_bpe(sample(), vocab), sum(used)
-
-
-def _encode(spans: list[Span], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The spans' tokens, boundaries included; no more than a batch of text is held at once."""
-    batch: list[str] = []
-    characters = 0
-    for piece in _pieces(spans, tokenizer):
-        batch.append(piece)
-        characters += len(piece)
-        if characters >= _BATCH:
-            yield from tokenizer.encode_many(batch)
-            batch, characters = [], 0
-    yield from tokenizer.encode_many(batch)
-
-
-def _pieces(spans: list[Span], tokenizer: Tokenizer) -> Iterator[str]:
-    """The spans' text, divided only where that changes no token."""
-    for span in spans:
-        rest = ""
-        for text in sources.read(span):
-            rest += text
-            at = tokenizer.cut(rest)
-            if at:
-                yield rest[:at]
-            rest = rest[at:]
-        if rest:
-            yield rest
-        if span.bounded:
-            yield tokenizer.boundary
-
-
-def _write(path: Path, arrays: Iterator[np.ndarray], kind: np.dtype) -> int:
-    """Writes the tokens; returns how many."""
-    with open(path, "wb") as file:
-        for array in arrays:
-            file.write(array.astype(kind).tobytes())
-        return file.tell() // kind.itemsize
-
-
-def _settle(temporary: Path, folder: Path) -> None:
-    """Moves a whole store into place, unless another process was first."""
-    for path in [*temporary.iterdir(), temporary]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Stores a tokenizer in a folder of the cache, whole or not at all."""
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
-        temporary.rename(folder)
+        temporary.mkdir(parents=True)
+        tokenizer.save(temporary)
+        settle(temporary, folder)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
+        raise _unwritable(folder.parent, error) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _open(folder: Path, source: Source) -> Dataset:
-    path = folder / _MANIFEST
+# Opening
+
+
+def is_prepared(data: str) -> bool:
+    """Whether a source is a folder that `jaxgpt data prepare` made."""
+    folder = Path(os.path.expanduser(data))
+    return (folder / MANIFEST).is_file() and (folder / "train.bin").exists()
+
+
+def is_megatron(data: str) -> bool:
+    """Whether a source is a pair of Megatron's files, named by one of them or by what comes before the suffixes."""
+    path = os.path.expanduser(data)
+    return path.endswith((".bin", ".idx")) or (not os.path.exists(path) and os.path.exists(path + ".idx"))
+
+
+def open_prepared(data: str, tokenizer: str | Tokenizer, vocab: int) -> Dataset:
+    """The store in a folder, with its own tokenizer; `tokenizer` must be that one, or leave it open."""
+    folder = Path(os.path.expanduser(data))
+    try:
+        found = open_store(folder, "")
+    except OSError as error:
+        raise files.unreadable(str(error.filename or folder), error) from None
+    given = given_tokenizer(tokenizer)
+    if given is not None and given.fingerprint() != found.tokenizer.fingerprint():
+        raise UserError(
+            f"--data {data}: was prepared with another tokenizer ({found.tokenizer.name}) than --tokenizer "
+            f"{given.name}; give --tokenizer {folder}, or prepare it again"
+        )
+    check_size(found.tokenizer, vocab)
+    counts = found.manifest["tokens"]
+    found.manifest["source"] = f"{data}: prepared, {sum(counts.values()):,} tokens"
+    return found
+
+
+def open_store(folder: Path, described: str) -> Dataset:
+    """A store that is there. Raises UserError where it is damaged."""
+    path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise _damaged(path, "missing") from None
+        raise checksums.damaged(path, "missing") from None
     except ValueError as error:
-        raise _damaged(path, f"not JSON: {error}") from None
-    if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _digest(manifest):
-        raise _damaged(path, "its own checksum differs")
-    for name, checksums in manifest["checksums"].items():
-        _check(folder / name, checksums)
-    kind = np.dtype(manifest["dtype"]).newbyteorder("<")
+        raise checksums.damaged(path, f"not JSON: {error}") from None
+    if not isinstance(manifest, dict) or manifest.pop("checksum", None) != checksums.digest(manifest):
+        raise checksums.damaged(path, "its own checksum differs")
+    if manifest["format"] != FORMAT:
+        raise UserError(f"{folder}: a token store of format {manifest['format']}, and this is {FORMAT}; make it again")
+    for name, expected in manifest["checksums"].items():
+        checksums.check(folder / name, expected)
+    train, validation = (megatron.read(folder / part) for part in PARTS)
     return Dataset(
         tokenizer=load_tokenizer(folder),
-        train=np.memmap(folder / "train.bin", kind, "r"),
-        validation=np.memmap(folder / "validation.bin", kind, "r"),
+        train=train.tokens,
+        validation=validation.tokens,
         validation_bytes=manifest["bytes"]["validation"],
-        manifest=manifest | {"source": source.describe(), "folder": str(folder)},
+        documents=train.documents,
+        manifest=manifest | {"source": described, "folder": str(folder)},
     )
 
 
-def _checksums(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        chunks = [zlib.crc32(chunk) for chunk in iter(lambda: file.read(_CHUNK), b"")]
-    return {"bytes": path.stat().st_size, "crc32": chunks}
-
-
-def _check(path: Path, expected: dict[str, Any]) -> None:
+def _open_megatron(data: str, tokenizer: Tokenizer | None, validation: float) -> Dataset:
+    if tokenizer is None:
+        raise UserError(
+            f"--data {data}: Megatron's files hold tokens without their tokenizer; give --tokenizer the one that made "
+            "them: bytes, a tokenizer.json, or a folder"
+        )
     try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise _damaged(path, f"{size} bytes in place of {expected['bytes']}")
-        chunks = expected["crc32"]
-        with open(path, "rb") as file:
-            for number in np.linspace(0, len(chunks) - 1, min(len(chunks), _CHECKED), dtype=int).tolist():
-                file.seek(number * _CHUNK)
-                if zlib.crc32(file.read(_CHUNK)) != chunks[number]:
-                    raise _damaged(path, f"the checksum of the {_CHUNK} bytes at {number * _CHUNK} differs")
-    except FileNotFoundError:
-        raise _damaged(path, "missing") from None
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: damaged token store ({what}); delete the folder {path.parent} and run again")
+        found = megatron.read(os.path.expanduser(data))
+        pair = megatron.pair(os.path.expanduser(data))
+        found_checksums = {file.name: checksums.checksums(file, checksums.CHECKED) for file in pair}
+    except OSError as error:
+        raise files.unreadable(str(error.filename or data), error) from None
+    cut = int(len(found.tokens) * (1 - validation))
+    train, held_out = found.tokens[:cut], found.tokens[cut:]
+    documents = len(found.indices) - 1
+    manifest: dict[str, Any] = {
+        "source": f"{data}: Megatron's, {documents:,} documents, {len(found.tokens):,} tokens",
+        "tokens": {"train": len(train), "validation": len(held_out)},
+        "documents": {"train": int(found.documents.until(np.array([cut - 1]))[0]) if cut else 0},
+        "dtype": found.tokens.dtype.name,
+        "validation": validation,
+        "tokenizer": {"name": tokenizer.name, "entries": tokenizer.size, "trained_on_bytes": 0},
+        "checksums": found_checksums,
+        "folder": str(found.path.parent),
+    }
+    manifest["documents"]["validation"] = documents - manifest["documents"]["train"]
+    return Dataset(tokenizer, train, held_out, None, found.documents, manifest, foreign=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
@@ -317,17 +270,3 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
         f"{error.filename or folder}: the token cache cannot be used ({error.strerror or error}); "
         "set JAXGPT_CACHE to a folder that can be written"
     )
-
-
-def _dtype(vocab: int) -> np.dtype:
-    return np.dtype("<u2" if vocab <= 2**16 else "<u4")
-
-
-def _size(spans: list[Span]) -> int:
-    return sum(span.stop - span.start for span in spans)
-
-
-def _bytes(spans: list[Span], tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the spans and of the boundaries between them, where those are text."""
-    boundary = 0 if tokenizer.end is not None else len(tokenizer.boundary.encode())
-    return _size(spans) + boundary * sum(span.bounded for span in spans)

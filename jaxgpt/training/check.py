@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from jaxgpt.config import UNCUT, RunConfig
-from jaxgpt.data import open_dataset, training_batch
+from jaxgpt.data import open_mixture
 from jaxgpt.errors import UserError
 from jaxgpt.model.parameters import parameter_count, parameters
 from jaxgpt.sharding import mesh
@@ -92,7 +92,7 @@ def _compared(config: RunConfig, run: Path | None, all_steps: bool, console: Con
     """The configuration and the global batches, and what differs from the run itself said."""
     stored = folder.read_config(run) if run is not None else None
     asked = config.model.vocab if run is None else folder.asked_vocabulary(run, config, stored)
-    dataset = open_dataset(config.data, config.tokenizer, asked, config.validation, say=console.say)
+    dataset = open_mixture(config.data, config.tokenizer, asked, config.validation, say=console.say)
     dataset.check(config.model.seq)
     config = folder.resolve(config, dataset)
     steps = config.steps if all_steps else min(STEPS, config.steps)
@@ -107,8 +107,8 @@ def _compared(config: RunConfig, run: Path | None, all_steps: bool, console: Con
     batches = []
     for step in range(steps):
         count, seq = config.global_batch, config.model.seq
-        tokens = training_batch(dataset.train, seq, config.seed, step * count, count)
-        batches.append({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+        positions = np.arange(step * count, (step + 1) * count)
+        batches.append(dataset.batch(seq, config.seed, positions, config.documents))
     return changed, batches
 
 

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 from jaxgpt.config import RunConfig
-from jaxgpt.data import Dataset
+from jaxgpt.data import Mixture
 from jaxgpt.model.parameters import parameters
 from jaxgpt.planner.flops import flops_per_token
 from jaxgpt.planner.pipeline import Pipeline
@@ -18,7 +18,7 @@ from jaxgpt.training.program import Program
 Table = tuple[str, Rows]
 
 
-def tables(config: RunConfig, program: Program, dataset: Dataset) -> list[Table]:
+def tables(config: RunConfig, program: Program, dataset: Mixture) -> list[Table]:
     """Title and rows of each table. Compiles the train step, whose memory is among them."""
     changed = [(f"what --layout {config.layout} costs a device", overridden.rows(program))] if config.layout else []
     return [
@@ -44,13 +44,23 @@ def utilisation(config: RunConfig, program: Program) -> tuple[float | None, str]
     return peak * program.mesh.size, named
 
 
-def _data(config: RunConfig, dataset: Dataset) -> Rows:
+def _data(config: RunConfig, dataset: Mixture) -> Rows:
     tokenizer = dataset.tokenizer
     return [
-        ("text", dataset.manifest["source"]),
+        *_sources(dataset),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.size:,} entries, held as {config.model.padded_vocab:,}"),
-        ("tokens to train on", f"{len(dataset.train):,}"),
-        ("tokens to validate", f"{len(dataset.validation):,}"),
+        ("tokens to train on", f"{dataset.train_tokens:,}"),
+        ("tokens to validate", f"{sum(map(len, dataset.validation)):,}"),
+    ]
+
+
+def _sources(dataset: Mixture) -> Rows:
+    if len(dataset.parts) == 1:
+        return [("text", dataset.describe())]
+    whole = sum(dataset.weights)
+    return [
+        (f"{part.weight / whole:.4g} of the samples", found.manifest["source"])
+        for part, found in zip(dataset.parts, dataset.datasets, strict=True)
     ]
 
 
@@ -63,9 +73,9 @@ def _parameters(config: RunConfig) -> Rows:
     return [*groups.items(), ("all", groups.total())]
 
 
-def _step(config: RunConfig, program: Program, dataset: Dataset) -> Rows:
+def _step(config: RunConfig, program: Program, dataset: Mixture) -> Rows:
     tokens = config.global_batch * config.model.seq
-    passes = config.steps * tokens / len(dataset.train)
+    passes = config.steps * tokens / dataset.train_tokens
     return [
         ("sequences", f"{config.global_batch} of {config.model.seq} tokens"),
         ("microbatches", f"{config.global_batch // program.micro_batch} of {program.micro_batch} sequences"),

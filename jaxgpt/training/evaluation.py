@@ -1,13 +1,13 @@
 """Loss over stored tokens, exact on every mesh: each token is counted once, padding never."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxgpt.data import validation_batches
+from jaxgpt.data.mixture import validation_batches
 from jaxgpt.training.program import Program
 
 
@@ -42,15 +42,15 @@ class Figures:
 def measure(
     program: Program,
     params: dict[str, jax.Array],
-    tokens: np.ndarray,
+    tokens: Sequence[np.ndarray],
     *,
     limit: int | None = None,
     size: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Figures | None:
-    """The mean loss of the text's tokens, in one pass; None where `stopped` says so meanwhile.
+    """The mean loss of the tokens of one or several texts, in one pass; None where `stopped` says so meanwhile.
 
-    limit: most tokens read, spread evenly over the text. size: UTF-8 bytes of the whole text, for bits per byte.
+    limit: most tokens read, spread evenly over each text. size: UTF-8 bytes of all texts, for bits per byte.
     """
     values: list[tuple[float, int]] = []
     for inputs, targets in validation_batches(tokens, program.config.model.seq, program.micro_batch, limit):

@@ -10,7 +10,6 @@ checkpoints/  metrics.jsonl  tensorboard/  loss.png  sample.txt  profile/
 import dataclasses
 import errno
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxgpt.config import RunConfig, differences, from_json, to_json, uncut
-from jaxgpt.data import Dataset
-from jaxgpt.data.sources import STDLIB
+from jaxgpt.data import Mixture, Tokenizer, blend, load_tokenizer, open_mixture
+from jaxgpt.data.files import STDLIB
 from jaxgpt.data.tokenizer import NAMES
 from jaxgpt.errors import UserError
 
@@ -32,6 +31,7 @@ PARTIAL = ".partial"
 CHANGEABLE = frozenset(
     {
         "mesh",
+        "global_batch",
         "micro_batch",
         "recompute",
         "layout",
@@ -54,11 +54,13 @@ CHANGEABLE = frozenset(
 """What a resumed run may be given anew: where and how fast the same numbers are computed, and what is told of them.
 
 `steps` is among them though it moves the end of the learning rate's schedule: a run is lengthened on purpose, and is
-told what follows. The order of samples does not depend on it.
+told what follows. The order of samples does not depend on it; nor on `global_batch`, after which a run goes on with the
+samples that come next.
 """
 
 NAMES_OF_DATA = frozenset({"data", "tokenizer", "model.vocab"})
-"""Fields whose values may differ as long as they lead to the same tokens: a corpus may have been moved."""
+"""Fields whose values may differ as long as they lead to the same tokens: a corpus may have been moved. Where one of
+two values of data is a blend, they may lead to other tokens, too: weights are given on purpose."""
 
 
 def next_free(parent: Path, name: str) -> Path:
@@ -155,7 +157,7 @@ def asked_vocabulary(run: Path, config: RunConfig, stored: RunConfig | None) -> 
     return int((_read_data(run) or {}).get("asked_vocabulary", config.model.vocab))
 
 
-def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
+def resolve(config: RunConfig, dataset: Mixture) -> RunConfig:
     """The configuration with what was left open: the vocabulary's real size, full paths."""
     if config.init_from:  # the model is there already, and may have more entries than its tokenizer
         return _full_paths(config)
@@ -164,11 +166,24 @@ def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
     )
 
 
-def check_data(run: Path, config: RunConfig, stored: RunConfig, dataset: Dataset) -> None:
-    """Raises UserError where a resumed run would read other tokens than before."""
+def open_data(run: Path, config: RunConfig, stored: RunConfig | None, say: Callable[[str], None]) -> Mixture:
+    """The run's data. A blend keeps the tokenizer that it has begun with, when its sources change."""
+    asked = asked_vocabulary(run, config, stored)
+    tokenizer: str | Tokenizer = config.tokenizer
+    if stored is not None and _blended(config, stored) and config.tokenizer == stored.tokenizer:
+        tokenizer = load_tokenizer(run / "tokenizer")
+    return open_mixture(config.data, tokenizer, asked, config.validation, say=say)
+
+
+def check_data(run: Path, config: RunConfig, stored: RunConfig, dataset: Mixture) -> None:
+    """Raises UserError where a resumed run would read other tokens than before, and nobody has said that it may."""
     before = _read_data(run)
-    if before is None or before["fingerprint"] == fingerprint(dataset):
+    if before is None or before["fingerprint"] == dataset.fingerprint:
         return
+    if config.data != stored.data and _blended(config, stored):
+        if dataset.tokenizer.fingerprint() == load_tokenizer(run / "tokenizer").fingerprint():
+            return
+        raise UserError(f"--data {config.data}: has another tokenizer than the run, {dataset.tokenizer.name}")
     _refuse(data_differences(config, stored))
     raise UserError(
         f"--data {config.data}: its text or tokenizer has changed since the run began; "
@@ -181,19 +196,23 @@ def data_differences(config: RunConfig, stored: RunConfig) -> list[str]:
     return [one for one in differences(config, stored) if one.partition(":")[0] in NAMES_OF_DATA]
 
 
-def fingerprint(dataset: Dataset) -> str:
-    """Of the tokens and the tokenizer: the same for the same ones, wherever they lie."""
-    return hashlib.sha256(json.dumps(dataset.manifest["checksums"], sort_keys=True).encode()).hexdigest()
+def data_fingerprint(run: Path) -> str | None:
+    """Fingerprint of the data that a run reads; None where it is not written down yet."""
+    record = _read_data(run)
+    return None if record is None else str(record["fingerprint"])
 
 
-def write(run: Path, config: RunConfig, asked: int, dataset: Dataset, beside: Mapping[str, bytes]) -> None:
+def write(run: Path, config: RunConfig, asked: int, dataset: Mixture, beside: Mapping[str, bytes]) -> None:
     """Writes configuration, data and tokenizer; each is whole or absent. beside: files that belong beside the
     tokenizer. Raises UserError."""
-    record = {"fingerprint": fingerprint(dataset), "asked_vocabulary": asked, "store": dataset.manifest}
+    record = {"fingerprint": dataset.fingerprint, "asked_vocabulary": asked, "store": dataset.manifest}
     try:
-        replace(run / CONFIG, to_json(config).encode())
-        if not (run / DATA).exists():
+        # What makes a folder a run comes first, and what a run is changed to last: cut off between, both can go on.
+        if not (run / CONFIG).exists():
+            replace(run / CONFIG, to_json(config).encode())
+        if data_fingerprint(run) != dataset.fingerprint:
             replace(run / DATA, json.dumps(record, indent=1).encode())
+        replace(run / CONFIG, to_json(config).encode())
         if not (run / "tokenizer").exists():
             partial = run / ("tokenizer" + PARTIAL)
             partial.mkdir(exist_ok=True)
@@ -273,9 +292,15 @@ def _full_paths(config: RunConfig) -> RunConfig:
     def full(text: str) -> str:
         return text if text in ("", STDLIB, *NAMES) else os.path.abspath(os.path.expanduser(text))
 
-    data, tokenizer = full(config.data), full(config.tokenizer)
-    table, source = full(config.schedule_file), full(config.init_from)
+    parts = [dataclasses.replace(part, data=full(part.data)) for part in blend.parse(config.data)]
+    data = blend.spell(parts) if blend.is_blend(config.data) else parts[0].data
+    names = full(config.tokenizer), full(config.schedule_file), full(config.init_from)
+    tokenizer, table, source = names
     return dataclasses.replace(config, data=data, tokenizer=tokenizer, schedule_file=table, init_from=source)
+
+
+def _blended(config: RunConfig, stored: RunConfig) -> bool:
+    return blend.is_blend(config.data) or blend.is_blend(stored.data)
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

@@ -18,16 +18,16 @@ import jax
 import numpy as np
 
 from jaxgpt.config import RunConfig, to_json
-from jaxgpt.data import Dataset, Prefetcher, training_batch
+from jaxgpt.data import Mixture, Prefetcher
 from jaxgpt.errors import UserError
 from jaxgpt.planner.flops import flops_per_token
-from jaxgpt.training import folder
 from jaxgpt.training.checkpoint import Writer
 from jaxgpt.training.console import Console
 from jaxgpt.training.evaluation import Figures, measure
 from jaxgpt.training.metrics import Metrics
 from jaxgpt.training.profile import Tracer
 from jaxgpt.training.program import Program
+from jaxgpt.training.reading import Reading
 from jaxgpt.training.resume import Tree, flatten, logical_shapes, stored_rows
 from jaxgpt.training.signals import StopSignals
 from jaxgpt.training.throughput import Pace
@@ -44,6 +44,8 @@ class Begin:
     """Steps that the state has behind it."""
     saved: int | None
     """Step of the checkpoint that it came from."""
+    samples: int = 0
+    """That those steps have read."""
 
 
 class Loop:
@@ -54,7 +56,7 @@ class Loop:
         run: Path,
         config: RunConfig,
         program: Program,
-        dataset: Dataset,
+        dataset: Mixture,
         console: Console,
         peak: float | None,
         begin: Begin,
@@ -62,6 +64,7 @@ class Loop:
         """`peak`: FLOP/s of all devices, for MFU. `begin`: the state to go on from, given up to the loop."""
         self.run, self.config, self.program, self.dataset, self.console = run, config, program, dataset, console
         self.state, self.done, self.saved = begin.state, begin.step, begin.saved
+        self._begin = begin.step, begin.samples
         self.stopped: int | None = None
         """The signal that ended the loop."""
         flops = flops_per_token(config.model)
@@ -95,6 +98,7 @@ class Loop:
         with self._pace.paused():
             self._validate_if_due()
         with Prefetcher(self._fetch, self.done, config.steps) as batches:
+            self._reading = Reading(self.dataset, config.model.seq, batches, self.done)
             for batch in batches:
                 if self._signals.received is not None:
                     break
@@ -138,9 +142,14 @@ class Loop:
 
     def _fetch(self, step: int) -> Batch:
         """The samples of the step after `step`: a function of its number alone."""
-        count, seq = self.config.global_batch, self.config.model.seq
-        tokens = training_batch(self.dataset.train, seq, self.config.seed, step * count, count)
-        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        config, first = self.config, self._samples(step)
+        positions = np.arange(first, first + config.global_batch)
+        return self.dataset.batch(config.model.seq, config.seed, positions, config.documents)
+
+    def _samples(self, step: int) -> int:
+        """Samples read after a step."""
+        begun, samples = self._begin
+        return samples + (step - begun) * self.config.global_batch
 
     def _refuse_what_is_not_finite(self, step: int, values: Mapping[str, float]) -> None:
         """Ends a run that has diverged, before its state takes the place of a checkpoint that is good."""
@@ -158,9 +167,11 @@ class Loop:
         self._refuse_what_is_not_finite(step, values)
         self._reported = step
         speed = self._pace.read(step)
-        self._metrics.write(
-            "train", step, **values, **{k: v for k, v in dataclasses.asdict(speed).items() if v is not None}
-        )
+        reading = self._reading.read(step, self._samples(step))
+        measured = {k: v for k, v in dataclasses.asdict(speed).items() if v is not None}
+        self._metrics.write("train", step, **values, **measured, **reading)
+        if (slow := self._reading.slow(speed.milliseconds)) is not None:
+            self.console.fallback(slow)
         self._progress.step(step, values["loss"], speed)
 
     def _validate_if_due(self) -> None:
@@ -193,8 +204,8 @@ class Loop:
             self._refuse_what_is_not_finite(self.done, {n: float(a) for n, a in jax.device_get(self._latest).items()})
         self._metrics.sync()
         meta = {
-            "samples": self.done * self.config.global_batch,
-            "data": folder.fingerprint(self.dataset),
+            "samples": self._samples(self.done),
+            "data": self.dataset.fingerprint,
             "config": json.loads(to_json(self.config)),
         }
         shapes = logical_shapes(self.state, self.program.logical)

@@ -21,7 +21,7 @@ from jaxgpt.sharding.ring import order
 from jaxgpt.training.step import Arrays, State, Step, on_mesh, state_specs
 
 GPU_OPTIONS = {"xla_gpu_copy_insertion_use_region_analysis": True}
-"""Without it XLA for GPUs copies what a conditional changes in place, a pipeline's rings and gradients, in every tick."""
+"""Without it XLA for GPUs copies what a conditional changes, a pipeline's rings and gradients, in every tick."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxgpt.config import UNCUT, RunConfig
-from jaxgpt.data import Dataset, Tokenizer, cache_folder, load_tokenizer, open_dataset, open_text
+from jaxgpt.data import Mixture, Tokenizer, cache_folder, load_tokenizer, open_text
 from jaxgpt.errors import UserError
 from jaxgpt.inference.sampling import Sampling
 from jaxgpt.inference.text import write
@@ -17,7 +17,7 @@ from jaxgpt.interop import beside, models
 from jaxgpt.interop.places import is_model
 from jaxgpt.planner.choose import auto
 from jaxgpt.sharding import mesh
-from jaxgpt.training import checkpoint, curve, derived, folder, metrics
+from jaxgpt.training import checkpoint, curve, derived, folder, history, metrics
 from jaxgpt.training.console import Console
 from jaxgpt.training.evaluation import Figures, measure
 from jaxgpt.training.loop import Begin, Loop
@@ -84,7 +84,7 @@ def train(
             return finished
         devices, sizes = _devices(wanted, console)
         asked = folder.asked_vocabulary(run, wanted, stored)
-        dataset = open_dataset(wanted.data, wanted.tokenizer, asked, wanted.validation, say=console.say)
+        dataset = folder.open_data(run, wanted, stored, console.say)
         resolved = folder.resolve(wanted, dataset)
         source = _source(run, resolved)
         if stored is not None:
@@ -98,7 +98,10 @@ def train(
         mesh.check(resolved, sizes)
         program = Program(resolved, mesh.build(sizes, devices))
         resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
+        if stored is not None and (begun := folder.data_fingerprint(run)) is not None:
+            history.first(run, stored, [(begun, 1)])  # of a run that began before there were blends
         folder.write(run, resolved, asked, dataset, {} if source is None else source.beside)
+        history.first(run, resolved, history.shares(dataset))
         return _run(run, resolved, stored, program, dataset, console, source)
 
 
@@ -121,15 +124,14 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
         raise UserError(f"--data: is not given, and {run} is no run, which would have a text of its own")
     if data is None:
         config = trained.config
-        asked = folder.asked_vocabulary(run, config, config)
-        dataset = open_dataset(config.data, config.tokenizer, asked, config.validation, say=console.say)
+        dataset = folder.open_data(run, config, config, console.say)
         folder.check_data(run, config, config, dataset)
         tokens, size, text = dataset.validation, dataset.validation_bytes, "the run's validation part"
     else:
         if trained.tokenizer is None:
             raise UserError(f"{run}: has no tokenizer; put its tokenizer.json there")
         opened = open_text(data, trained.tokenizer)
-        tokens, size, text = opened.tokens, opened.bytes, opened.description
+        tokens, size, text = [opened.tokens], opened.bytes, opened.description
     found = measure(trained.program, trained.params, tokens, size=size)
     if found is None:
         raise RuntimeError("an evaluation that nobody stops has stopped")
@@ -191,11 +193,13 @@ def _run(
     config: RunConfig,
     stored: RunConfig | None,
     program: Program,
-    dataset: Dataset,
+    dataset: Mixture,
     console: Console,
     source: models.Model | None,
 ) -> Result:
     begin = _begin(run, program, console, source)
+    samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
+    begin = dataclasses.replace(begin, samples=samples)
     for title, rows in derived.tables(config, program, dataset):
         console.table(title, rows)
     peak, formula = derived.utilisation(config, program)
