@@ -71,6 +71,7 @@ PLANS: list[tuple[str, str, int, int, Settings]] = [
     (LARGE, "pipe=8", 1, 16, {"schedule": "gpipe", "recompute": "full"}),
     (LARGE, "pipe=8", 1, 16, {"schedule": "zero-bubble", "recompute": "none"}),
     (LARGE, "pipe=8", 1, 16, {"schedule": "zero-bubble", "recompute": "full"}),
+    (LARGE, "pipe=4,tensor=2", 1, 16, {"schedule": "zero-bubble", "recompute": "selective"}),
     (HUGE, "pipe=8,tensor=8", 1, 32, {"recompute": "full"}),
     (HUGE, "pipe=8,tensor=8", 1, 32, {"recompute": "full", "sequence_parallel": True}),
     (HUGE, "pipe=16,data=2,tensor=8", 1, 64, {"recompute": "selective", "sequence_parallel": True, "zero": 1}),
@@ -81,6 +82,7 @@ PLANS: list[tuple[str, str, int, int, Settings]] = [
     (LARGE, "pipe=4,data=2", 1, 16, {"schedule": "gpipe", "recompute": "selective", "zero": 1}),
     ("smollm2-135m", "data=8", 8, 2, {"zero": 1}),
     ("smollm2-135m", "data=2,tensor=3", 8, 2, {"recompute": "selective"}),
+    ("smollm2-135m", "pipe=3", 4, 9, {"schedule": "zero-bubble"}),
 ]
 """Model, mesh, microbatch of a device, microbatches, and the rest."""
 

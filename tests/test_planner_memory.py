@@ -52,6 +52,6 @@ def test_microbatches_that_wait_are_held():
     model = preset("gpt3-6.7b").model
     plan = Plan(pipe=8, schedule="gpipe")
     few, many = (estimate(model, plan, H100, m).memory.activations for m in (8, 64))
-    assert many == pytest.approx(few * 66 / 10)
+    assert many == few * 8
     ours = dataclasses.replace(plan, schedule="1f1b")
     assert estimate(model, ours, H100, 64).memory.activations == estimate(model, ours, H100, 512).memory.activations

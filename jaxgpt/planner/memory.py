@@ -2,8 +2,8 @@
 
 State and gradients are counted from the table of parameters and the layout, activations from the arrays that a block
 hands from forward to backward, times the places that the schedule's table needs for them. What the compiler holds
-beside is counted as what the program visibly makes: a block's inside, a stage's activations on their way into their
-ring, a chunk of logits, gathered weights.
+beside is counted as what the program visibly makes: a block's inside, a chunk of logits, gathered weights, the rows
+that a stage takes out of its arrays. Rings and gradients are changed in place, and have no second copy.
 """
 
 from dataclasses import dataclass
@@ -66,11 +66,26 @@ def _other(costs: Costs, plan: Plan, held: Held) -> Memory:
 
 # jaxgpt
 
-INSIDE = {"none": 22, "selective": 22, "full": 18}
+INSIDE = {"none": 12, "selective": 20, "full": 18}
 """Arrays of [tokens, width] that a block's backward holds at its peak, by what it recomputes; read from the compiler's
 assignment of buffers."""
-BETWEEN = {"none": 16, "selective": 22, "full": 26}
-"""The same, of what the first part of a split backward hands to the second: what is recomputed is among it."""
+BETWEEN = {"none": (10, 1, 0, 1), "selective": (14, 1, 0, 1), "full": (12, 1, 1, 2)}
+"""What the first part of a split backward hands to the second, what is recomputed among it: arrays of the stream, fp32
+ones counted twice, of queries with keys and values, of attention's output, and of the feed-forward layer's inside; read
+from the types of the traced step."""
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Bytes of a block's arrays on one device."""
+
+    qkv: int
+    heads: int
+    """Attention's output."""
+    mlp_in: int
+    """The feed-forward layer's inside before its activation."""
+    mlp: int
+    """And after."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +102,15 @@ class _Compiled:
         rest = all_of_it // (plan.fsdp * (plan.data if plan.zero else 1))
         accumulated = plan.fsdp * (plan.data if plan.zero >= 2 else 1)
         used = plan.fsdp * (plan.data if plan.zero == 3 else 1)
-        element, part = costs.kernels.bytes, plan.virtual_stages
-        weights = element * (all_of_it // used + (blocks // part if part > 1 else 0))  # a part's rows are a copy
+        element = costs.kernels.bytes
+        weights = element * (all_of_it // used)
         whole_ends = element * ends if used > 1 else 0  # gathered
-        # gradients go through the backward's scan, which reads them and writes new ones
-        added = 4 * blocks // accumulated if self.microbatches > 1 else 0
-        inside = self._inside(used > 1, accumulated > 1)
-        backward, head = added + inside, 6 * self._chunk() * self._vocab() + 3 * self._stream()
-        at_head = head > backward
+        inside = self._inside(used > 1, accumulated)
+        head = 6 * self._chunk() * self._vocab() + 3 * self._stream()
+        at_head = head > inside
         return Memory(
             parameters=4 * rest + weights + whole_ends,
-            gradients=4 * (all_of_it // accumulated) + (0 if at_head else added),
+            gradients=4 * (all_of_it // accumulated),
             optimizer=8 * rest,
             activations=self._activations(),
             logits=4 * ends + (head if at_head else 0),
@@ -129,12 +142,8 @@ class _Compiled:
         return blocks, costs.tables // (plan.tensor * plan.pipe) + costs.places
 
     def _activations(self) -> int:
-        """What blocks keep for their backward: of one microbatch; in a pipeline in its ring, and once more of the
-        microbatch that has just run forward."""
-        kept = self._rows() * self._kept()
-        if self.plan.pipe == 1:
-            return kept
-        return kept * (self._rings().residuals + 1)
+        """What blocks keep for their backward: of one microbatch; in a pipeline in all places of its ring."""
+        return self._rows() * self._kept() * (self._rings().residuals if self.plan.pipe > 1 else 1)
 
     def _rings(self) -> Rings:
         return rings(self.plan.schedule, self.plan.pipe, self.microbatches, self.plan.virtual_stages)
@@ -142,9 +151,25 @@ class _Compiled:
     def _messages(self) -> int:
         """Rings of what goes between stages and parts of the backward, and of the head's gradients."""
         found = self._rings()
-        between = found.splits + 1 if found.splits else 0
-        streams = (found.inbox_forward + found.inbox_backward + found.heads) * self._stream()
-        return streams + between * self._rows() * BETWEEN[self.plan.recompute] * self._width(1.0)
+        messages = found.inbox_forward + found.inbox_backward + found.heads
+        return messages * self._stream() + found.splits * self._rows() * self._between()
+
+    def _between(self) -> int:
+        """Bytes that the first part of a block's backward hands to the second."""
+        streams, qkv, heads, mlps = BETWEEN[self.plan.recompute]
+        each = self._arrays()
+        return streams * self._stream() + qkv * each.qkv + heads * each.heads + mlps * each.mlp_in
+
+    def _arrays(self) -> _Arrays:
+        plan, model, t = self.plan, self.costs.model, self.plan.tensor
+        each, heads = self.costs.kernels.bytes * self.costs.tokens(plan), model.heads // t * model.head
+        branches = 2 if model.gated else 1
+        return _Arrays(
+            qkv=each * (heads + 2 * self.costs.kv_heads(t) * model.head),
+            heads=each * heads,
+            mlp_in=each * branches * model.mlp // t,
+            mlp=each * model.mlp // t,
+        )
 
     def _width(self, split: float) -> int:
         """Bytes of an array of [tokens, width], of which a share lies split over tensor and the rest as the stream."""
@@ -152,22 +177,27 @@ class _Compiled:
 
     def _kept(self) -> int:
         """Bytes that one block hands from forward to backward, for one microbatch. none: input, both norms' results and
-        the first sum; queries, keys, values, attention's output; the feed-forward layer's inside before and after its
-        activation. selective: the products' results and the first sum beside the input. full: the input."""
-        plan, costs, model = self.plan, self.costs, self.costs.model
-        element, tokens, t, stream = costs.kernels.bytes, costs.tokens(plan), plan.tensor, self._stream()
+        the first sum; queries, keys, values, attention's output, which lies in a ring twice, as its kernel's result and
+        as the next product's operand; the feed-forward layer's inside before and after its activation. selective: the
+        products' results and the first sum beside the input. full: the input."""
+        plan, stream, each = self.plan, self._stream(), self._arrays()
         if plan.recompute == "full":
             return stream
-        heads, branches = model.heads // t * model.head, 2 if model.gated else 1
-        qkv = heads + 2 * costs.kv_heads(t) * model.head
-        inside = element * tokens * (qkv + heads + branches * model.mlp // t)
+        inside = each.qkv + each.heads + each.mlp_in
         if plan.recompute == "selective":
             return 2 * stream + inside
-        return 4 * stream + inside + element * tokens * model.mlp // t + 4 * tokens * (model.heads // t + 4)
+        if plan.pipe > 1:
+            inside += each.heads
+        sums = 4 * self.costs.tokens(plan) * (self.costs.model.heads // plan.tensor + 4)
+        return 4 * stream + inside + each.mlp + sums
 
-    def _inside(self, gathered: bool, scattered: bool) -> int:
+    def _inside(self, gathered: bool, accumulated: int) -> int:
         """Bytes of a block's arrays while its backward runs; of its weights, where they are gathered for it; and of its
-        weights' gradients: all of them where they are scattered together, else of a part at a time."""
-        weights = self.costs.block_weights // self.plan.tensor
-        held = (self.costs.kernels.bytes * weights if gathered else 0) + 4 * weights // (1 if scattered else 3)
-        return INSIDE[self.plan.recompute] * self._width(0.75) + held
+        weights' gradients, a part at a time. A stage takes rows out of its arrays whole before: a block's weights, and
+        its part of the gradients that it adds to. A split backward has one part with the arrays, and one with the
+        gradients."""
+        weights, element = self.costs.block_weights // self.plan.tensor, self.costs.kernels.bytes
+        staged = self.plan.pipe > 1
+        arrays = INSIDE[self.plan.recompute] * self._width(0.75) + (element * weights if gathered or staged else 0)
+        gradients = 4 * weights // 3 + (4 * weights // accumulated if staged else 0)
+        return max(arrays, gradients) if self._rings().splits else arrays + gradients

@@ -74,9 +74,9 @@ def rings(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Rin
     if p == 1:
         return Rings(0, 0, 0, 0, 0)
     if schedule == "gpipe":
-        return Rings(m + 1, 0, 1, 1, m)
+        return Rings(m, 0, 1, 1, m)
     if schedule == "interleaved":
-        return Rings(min(m * v + 1, (v + 1) * p - 1), 0, 1, 1, 1)
+        return Rings(min(m * v, (v + 1) * p - 1), 0, 1, 1, 1)
     if schedule == "zero-bubble":
-        return Rings(min(m, p) + 1, min(m, p), min(m, 2), 2 if m > p else 1, 1)
-    return Rings(min(m + 1, 2 * p - 1), 0, 1, 1, 1)
+        return Rings(min(m, p), min(m, p), min(m, 2), 2 if m > p else 1, 1)
+    return Rings(min(m, 2 * p - 1), 0, 1, 1, 1)
