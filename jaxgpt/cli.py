@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 
 from jaxgpt import flags
 from jaxgpt.arguments import nearest, parse
@@ -41,8 +42,8 @@ def train(args: list[str]) -> int:
 def plan(args: list[str]) -> int:
     """Ranks plans for hardware that need not be there; 1 where --verify finds that the first does not fit."""
     told = configured("plan", flags.PlanFlags, args)
-    for flag, file in (("--picture", told.flags.picture), ("--save", told.flags.save)):
-        require(file is None or not file.exists(), flag, file, "is there already; give another name")
+    _refuse_unwritable("--picture", told.flags.picture, ".png")
+    _refuse_unwritable("--save", told.flags.save)
     if told.flags.hardware is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # as in explain
 
@@ -60,10 +61,7 @@ def explain(args: list[str]) -> int:
 
     from jaxgpt import explain as explaining
 
-    if chosen.picture is not None:
-        require(chosen.picture.suffix == ".png", "--picture", chosen.picture, "must end in .png")
-        require(not chosen.picture.exists(), "--picture", chosen.picture, "is there already", "give another name")
-        require(chosen.picture.parent.is_dir(), "--picture", chosen.picture, "must be in a folder that is there")
+    _refuse_unwritable("--picture", chosen.picture, ".png")
     found = explaining.explain(told.config, chosen.compiled)
     if chosen.picture is not None:
         if found.pipeline is None:
@@ -135,6 +133,14 @@ def data(args: list[str]) -> int:
     from jaxgpt import data_verbs
 
     return data_verbs.main(args)
+
+
+def _refuse_unwritable(flag: str, file: Path | None, suffix: str = "") -> None:
+    """Refuses, before anything is computed, a file that would be overwritten or could not be written."""
+    if file is not None:
+        require(file.suffix == suffix or not suffix, flag, file, f"must end in {suffix}")
+        require(not file.exists(), flag, file, "is there already", "give another name")
+        require(file.parent.is_dir(), flag, file, "must be in a folder that is there")
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

@@ -23,14 +23,6 @@ def padded_vocabulary(vocab: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def dividing(vocab: int, parts: int) -> int:
-    """The smallest vocabulary of at least as many entries whose padded size so many parts divide."""
-    padded = padded_vocabulary(vocab)
-    while padded % parts:
-        padded = padded_vocabulary(padded + 1)
-    return padded
-
-
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 

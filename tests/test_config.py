@@ -10,7 +10,6 @@ from jaxgpt.config import (
     RopeScaling,
     RunConfig,
     differences,
-    dividing,
     from_json,
     padded_vocabulary,
     to_json,
@@ -92,13 +91,6 @@ def test_a_run_refuses_and_names_the_flag_and_the_value(field, value):
 
 def test_a_constant_rate_falls_to_nothing_so_min_lr_may_be_anything():
     assert RunConfig(lr=1e-3, min_lr=1e-2, lr_schedule="constant").min_lr == 1e-2
-
-
-@pytest.mark.parametrize(("vocab", "parts"), [(1000, 3), (50257, 3), (50257, 2), (8192, 7), (100, 48)])
-def test_the_smallest_vocabulary_that_so_many_parts_divide(vocab, parts):
-    found = dividing(vocab, parts)
-    smaller = [each for each in range(vocab, found - 512) if padded_vocabulary(each) % parts == 0]
-    assert padded_vocabulary(found) % parts == 0 and found >= vocab and not smaller
 
 
 def test_what_is_not_said_follows():

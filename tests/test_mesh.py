@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.config import ModelConfig, RunConfig, padded_vocabulary
 from jaxgpt.errors import UserError
 from jaxgpt.sharding import mesh
 
@@ -214,6 +214,15 @@ def test_the_error_names_legal_meshes_of_as_many_devices_nearest_first():
     assert texts == ["data=2,tensor=4", "pipe=2,tensor=4", "fsdp=2,tensor=4"]
     for text in texts:
         mesh.check(RUN, mesh.parse(text, 8))
+
+
+@pytest.mark.parametrize(("vocab", "parts"), [(1000, 3), (50257, 3), (8000, 7), (100, 48)])
+def test_the_vocabulary_that_is_named_is_the_smallest_that_so_many_parts_divide(vocab, parts):
+    config = RunConfig(model=ModelConfig(layers=parts, vocab=vocab, width=128, heads=4), global_batch=16)
+    message = refused(config, sizes(f"pipe={parts}"), call=mesh.check)
+    found = int(message.partition("as it does for --vocab ")[2].partition(";")[0])
+    smaller = [each for each in range(vocab, found - 512) if padded_vocabulary(each) % parts == 0]
+    assert padded_vocabulary(found) % parts == 0 and found >= vocab and not smaller
 
 
 def test_where_no_mesh_is_legal_the_error_says_so():

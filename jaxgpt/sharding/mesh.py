@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxgpt import host_memory
-from jaxgpt.config import RunConfig, dividing
+from jaxgpt.config import RunConfig, padded_vocabulary
 from jaxgpt.errors import UserError, require
 from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.microbatches import micro_batch
@@ -179,7 +179,7 @@ def complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
         yield f"{mesh}: tensor={tensor} must divide the feed-forward width (mlp_width) {model.mlp}"
     shares = tensor * sizes["pipe"]
     if table.activations["vocab"] and model.padded_vocab % shares:
-        fix = f"as it does for --vocab {dividing(model.vocab, shares)}"
+        fix = f"as it does for --vocab {_dividing(model.vocab, shares)}"
         yield f"{mesh}: tensor x pipe = {shares} must divide the padded --vocab {model.padded_vocab}, {fix}"
     parts = math.prod(sizes[axis] for axis in table.rest)
     if model.width % parts:
@@ -201,6 +201,14 @@ def complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     elif micro_batch is not None and (global_batch // shares) % micro_batch:
         share = global_batch // shares
         yield f"--micro-batch {micro_batch}: must divide a device's share of --global-batch, {share} ({mesh})"
+
+
+def _dividing(vocab: int, parts: int) -> int:
+    """The smallest vocabulary of at least as many entries whose padded size so many parts divide."""
+    padded = padded_vocabulary(vocab)
+    while padded % parts:
+        padded = padded_vocabulary(padded + 1)
+    return padded
 
 
 def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator[str]:
