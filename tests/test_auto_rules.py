@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "concatenate": (lambda x, y: lax.concatenate((x, y), 1), (X, Y), 4),
     "split": (lambda x: lax.split(x, (2, 4), 1), (X,), 4),
     "rows": (lambda t, i: t.at[i].get(mode="clip"), (TABLE, INDEX), 6),
-    "rows or nothing": (lambda t, i: t.at[i].get(mode="fill"), (TABLE, INDEX * 3), 6),
+    "rows or nothing": (lambda t, i: t.at[i].get(mode="fill"), (TABLE, INDEX * 3), 5),
     "rows or a number": (lambda t, i: t.at[i].get(mode="fill", fill_value=7.0), (TABLE, INDEX * 3), 5),
     "along": (lambda x, i: jnp.take_along_axis(x, i[:, :, None] % 8, 2, mode="clip"), (X[:, :2], abs(INDEX)), 5),
     "windows": (lambda x, i: jax.vmap(lambda k: lax.dynamic_slice(x, (0, k), (4, 2)))(i), (X[0, :4], INDEX[:, 0]), 1),

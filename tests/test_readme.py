@@ -7,17 +7,21 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import definition
+import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxgpt
 from jaxgpt.cli import main
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
 TINY = (
-    "--tokenizer bytes --vocab 256 --layers 1 --width 32 --heads 4 --kv-heads 2 --seq 16 --steps 2 --warmup 0 "
+    "--tokenizer bytes --vocab 256 --layers 1 --width 32 --heads 4 --kv-heads 4 --seq 16 --steps 2 --warmup 0 "
     "--global-batch 16 --micro-batch 2 --validation 0.01 --eval-tokens 64"
 ).split()
 
@@ -113,15 +117,29 @@ def told(command: list[str]) -> str:
 
 def notebook() -> None:
     """The README's lines of Python, on the run that its commands made."""
-    (block,) = (block for kind, block in BLOCKS if kind == "python")
+    block, another = (block for kind, block in BLOCKS if kind == "python")
     tokens = jnp.zeros((2, 16), jnp.int32)
-    names = {"tokens": tokens}
+    names: dict[str, Any] = {"tokens": tokens}
     exec(block, names)
     assert names["run"].model(tokens).shape == (2, 16, 256)
     assert names["gradients"].keys() == names["run"].params.keys()
     assert names["activations"]["blocks.0.attention"].shape == (2, 16, 32)
     assert len(names["run"].losses) == 2
     assert "tensor: S(vocab)" in repr(names["run"].layouts())
+    any_function(another)
+
+
+def any_function(block: str) -> None:
+    """The README's lines about a function of the user's own."""
+
+    def step(weights: jax.Array, batch: jax.Array) -> Any:
+        return jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(weights)
+
+    weights, batch = jnp.ones((16, 32)) / 16, jnp.arange(128.0).reshape(8, 16) / 128
+    names: dict[str, Any] = {"step": step, "weights": weights, "batch": batch, "mesh": definition.mesh({"data": 2})}
+    exec(block, {"jaxgpt": jaxgpt} | names, names)
+    for found, wanted in zip((names["loss"], names["gradients"]), step(weights, batch), strict=True):
+        assert jnp.allclose(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_experiments_say_what_they_measure():
