@@ -57,11 +57,11 @@ def gpt(row: Row, seq: int, vocab: int, tied: bool = True) -> ModelConfig:
     return ModelConfig(layers=row["layers"], width=row["width"], heads=row["heads"], seq=seq, vocab=vocab, tied=tied)
 
 
-def sc21(row: Row) -> Estimate:
-    """Of the published configuration."""
+def sc21_plan(row: Row) -> Plan:
+    """The published configuration."""
     part = row["layers_per_part"]
     chunks = row["layers"] // row["pipe"] // part if part else 1
-    plan = Plan(
+    return Plan(
         pipe=row["pipe"],
         data=row["data"],
         tensor=row["tensor"],
@@ -69,8 +69,14 @@ def sc21(row: Row) -> Estimate:
         schedule="interleaved" if chunks > 1 else "1f1b",
         virtual_stages=chunks,
         recompute="full",
+        context_attention="gather" if row["pipe"] > 1 else "ring",
         hardware="a100-80gb",
     )
+
+
+def sc21(row: Row) -> Estimate:
+    """Of the published configuration."""
+    plan = sc21_plan(row)
     return estimate(gpt(row, 2048, 51200), plan, find(plan.hardware), row["global_batch"], MEGATRON_2021)
 
 

@@ -16,13 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from published_rows import gpt, published
+from published_rows import gpt, published, sc21_plan
 
 from jaxgpt import RunConfig
 from jaxgpt.planner.choose import search
 from jaxgpt.planner.estimate import estimate
 from jaxgpt.planner.hardware import find
-from jaxgpt.planner.plan import Plan
 from jaxgpt.planner.report import choices
 from jaxgpt.sharding.mesh import format_mesh
 
@@ -32,26 +31,9 @@ SECONDS = 10.0
 """Allowed for a search."""
 
 
-def theirs(row: dict[str, Any]) -> Plan:
-    """The published plan."""
-    part = row["layers_per_part"]
-    chunks = row["layers"] // row["pipe"] // part if part else 1
-    return Plan(
-        pipe=row["pipe"],
-        data=row["data"],
-        tensor=row["tensor"],
-        micro_batch=row["micro_batch"],
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        virtual_stages=chunks,
-        recompute="full",
-        context_attention="gather" if row["pipe"] > 1 else "ring",
-        hardware=HARDWARE,
-    )
-
-
 def compared(row: dict[str, Any]) -> dict[str, Any]:
     """The search's best beside the published plan."""
-    plan, hardware = theirs(row), find(HARDWARE)
+    plan, hardware = sc21_plan(row), find(HARDWARE)
     config = RunConfig(model=gpt(row, 2048, 51200), global_batch=row["global_batch"])
     began = time.process_time()  # others may use the machine; the search runs on one core
     found = search(config, hardware, plan.devices)

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxgpt.config import ModelConfig
 from jaxgpt.inference.cache import CachedAttention
 from jaxgpt.model.elementwise import rope_frequencies
-from jaxgpt.model.fuse import fuse
 from jaxgpt.model.gpt import RESIDUAL, Context, block, final_norm
 from jaxgpt.model.vocabulary import head_logits, lookup
 from jaxgpt.pipeline.parts import from_stage, here, rows_of, sent
@@ -111,9 +110,7 @@ class Decoder:
         return jax.jit(self._on_mesh(self._prepared, (params,), self._weight_specs))
 
     def _prepared(self, params: Arrays) -> Weights:
-        fused = fuse(self.model, self.step.layout.kv_heads, params)
-        matrices = {name for name, d in self.step.dims.items() if {"embed", "vocab"} & set(d)}
-        cast = {n: w.astype(self.step.dtype) if n in matrices else w for n, w in fused.items()}
+        cast = self.step.cast(params)
         blocks, first, groups = part(cast, BLOCKS), 0, []
         for size in self.groups:
             groups.append({n: lax.slice_in_dim(w, first, first + size) for n, w in blocks.items()})

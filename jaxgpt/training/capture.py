@@ -1,23 +1,16 @@
 """An activation of one block, as it lies on the mesh: the forward, run as far as that block."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.errors import UserError
-from jaxgpt.model.gpt import block, context, embed
 from jaxgpt.model.taps import SITES, taps
-from jaxgpt.model.vocabulary import lookup
-from jaxgpt.pipeline.parts import rows_of, through
-from jaxgpt.sharding.named import relayout, varying
-from jaxgpt.sharding.ring import positions
-from jaxgpt.training.microbatch import BLOCKS, TOKEN, part
+from jaxgpt.sharding.named import relayout
 from jaxgpt.training.step import Arrays, Step, on_mesh, state_specs
 
 
@@ -49,20 +42,9 @@ def captured(step: Step, mesh: Mesh, wanted: Site) -> Callable[[Arrays, jax.Arra
 
 
 def _forward(step: Step, wanted: Site, params: Arrays, tokens: jax.Array) -> jax.Array:
-    """As Step.hidden, but blocks after the wanted one pass on what it was asked for."""
-    model = replace(step.model, dropout=0.0)
-    weights = step.weights(step.at_rest(params))
-    ends, tokens = step.ends(weights), varying(tokens, axes=step.axes)
-    nobody = jnp.zeros(tokens.shape[0], jnp.int32)
-    c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
-    stage = step.stage(model)._replace(block=_as_far_as(wanted, partial(block, model, step.kernel)))
-    blocks, placement = part(weights, BLOCKS), step.placement
-
-    def apply(chunk: jax.Array | int, x: jax.Array) -> jax.Array:
-        return stage.apply(blocks, x, rows_of(placement, chunk), c)
-
-    x = embed(model, part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
-    return relayout(through(placement, apply, x), "batch seq embed")
+    """Blocks after the wanted one pass on what it was asked for."""
+    x, _ = step.stream(params, tokens, partial(_as_far_as, wanted))
+    return relayout(x, "batch seq embed")
 
 
 def _as_far_as(wanted: Site, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

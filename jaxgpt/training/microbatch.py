@@ -45,7 +45,7 @@ class Microbatch(NamedTuple):
     @property
     def table(self) -> str:
         """The table that the head multiplies with."""
-        return TOKEN if self.model.tied else HEAD
+        return head_table(self.model)
 
     def context(self, batch: Arrays) -> Context:
         return context(self.model, batch["samples"], positions(batch["inputs"].shape[1]), self.key)
@@ -124,6 +124,11 @@ class Microbatch(NamedTuple):
 
 def _blocks(arrays: Arrays) -> Arrays:
     return {BLOCKS + n: a for n, a in arrays.items()}
+
+
+def head_table(model: ModelConfig) -> str:
+    """Name of the table that the head multiplies with."""
+    return TOKEN if model.tied else HEAD
 
 
 def part(arrays: Arrays, prefix: str) -> Arrays:

@@ -26,13 +26,13 @@ from jaxgpt.pipeline.loop import run
 from jaxgpt.pipeline.parts import from_stage, rows_of, through
 from jaxgpt.pipeline.placement import Placement, place
 from jaxgpt.pipeline.schedule import Schedule, schedule
-from jaxgpt.pipeline.stage import Stage
+from jaxgpt.pipeline.stage import Block, Stage
 from jaxgpt.sharding.collectives import gather, scatter_sum
 from jaxgpt.sharding.layout import Layout, split_axes
 from jaxgpt.sharding.named import layout, varying
 from jaxgpt.sharding.ring import positions
 from jaxgpt.sharding.rows import MANUAL
-from jaxgpt.training.microbatch import BLOCKS, HEAD, TOKEN, Microbatch, part
+from jaxgpt.training.microbatch import BLOCKS, HEAD, TOKEN, Microbatch, head_table, part
 from jaxgpt.training.optimizer import Optimizer, global_norm
 
 Arrays = dict[str, jax.Array]
@@ -76,7 +76,7 @@ class Step:
     @property
     def head(self) -> str:
         """The table that the head multiplies with."""
-        return TOKEN if self.model.tied else HEAD
+        return head_table(self.model)
 
     @property
     def placement(self) -> Placement:
@@ -105,10 +105,13 @@ class Step:
     def at_rest(self, params: Arrays) -> Arrays:
         """Parameters fused, matrices in the type of computation, split as they are at rest; and typed as different on
         every device, so that no gradient is reduced before the program says so."""
+        return {n: varying(w, axes=self.axes) for n, w in self.cast(params).items()}
+
+    def cast(self, params: Arrays) -> Arrays:
+        """Parameters fused, matrices in the type of computation."""
         matrices = {name for name, d in self.dims.items() if {"embed", "vocab"} & set(d)}
         fused = fuse(self.model, self.layout.kv_heads, params)
-        cast = {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
-        return {n: varying(w, axes=self.axes) for n, w in cast.items()}
+        return {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
 
     def weights(self, at_rest: Arrays) -> Arrays:
         """Weights between their uses: gathered, once a step, over the axes that split only what is at rest."""
@@ -125,14 +128,24 @@ class Step:
 
     def hidden(self, params: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Forward alone and without dropout: the final norm's output for tokens [B, S], and the head's table."""
+        x, ends = self.stream(params, tokens)
+        return final_norm(self.model, ends, x), ends[self.head]
+
+    def stream(
+        self, params: Arrays, tokens: jax.Array, around: Callable[[Block], Block] | None = None
+    ) -> tuple[jax.Array, Arrays]:
+        """The residual stream after all blocks, forward alone and without dropout, and the ends. around: makes what is
+        run in the place of each block from the block."""
         model = replace(self.model, dropout=0.0)
         weights = self.weights(self.at_rest(params))
         ends, tokens = self.ends(weights), varying(tokens, axes=self.axes)
         nobody = jnp.zeros(tokens.shape[0], jnp.int32)
         c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
+        stage = self.stage(model)
+        if around is not None:
+            stage = stage._replace(block=around(partial(block, model, self.kernel)))
         x = embed(model, part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
-        x = through(self.placement, partial(self._apply, self.stage(model), part(weights, BLOCKS), c), x)
-        return final_norm(model, ends, x), ends[self.head]
+        return through(self.placement, partial(self._apply, stage, part(weights, BLOCKS), c), x), ends
 
     def _apply(self, stage: Stage, blocks: Arrays, c: Context, chunk: jax.Array | int, x: jax.Array) -> jax.Array:
         return stage.apply(blocks, x, rows_of(self.placement, chunk), c)
