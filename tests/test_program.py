@@ -124,3 +124,10 @@ def test_bf16_follows_fp32() -> None:
         losses[dtype] = float(metrics["loss"])
     assert losses["bf16"] != losses["fp32"]
     assert abs(losses["bf16"] - losses["fp32"]) < 2e-2
+
+
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "pipe=2,tensor=2", "data=2,context=2,tensor=2"])
+def test_what_is_split_over_a_typed_axis_enters_and_leaves_the_step_split(mesh: str) -> None:
+    text = program(run_config(GPT, context_attention="ring"), mesh).compiled.as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text

@@ -24,6 +24,7 @@ from jaxgpt.model.gpt import RESIDUAL, Context, block, final_norm
 from jaxgpt.model.vocabulary import head_logits, lookup
 from jaxgpt.pipeline.parts import from_stage, here, rows_of, sent
 from jaxgpt.sharding.collectives import gather
+from jaxgpt.sharding.entry import shard_map
 from jaxgpt.sharding.named import layout, relayout, varying
 from jaxgpt.sharding.rows import MANUAL, TENSOR
 from jaxgpt.training.microbatch import BLOCKS, TOKEN, part
@@ -93,7 +94,7 @@ class Decoder:
             with layout(self.step.layout.typed(), None, self.step.layout.shared()):
                 return function(*args)
 
-        return jax.shard_map(inside, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
+        return shard_map(inside, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
 
     # Weights
 

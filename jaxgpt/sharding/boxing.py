@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxgpt.errors import UserError
+from jaxgpt.sharding.entry import shard_map
 from jaxgpt.sharding.named import varying
 from jaxgpt.sharding.sbp import B, P, Place, S, Signature, check, named_sharding, padded_shape, sbp, splits, typed_axes
 
@@ -255,7 +256,7 @@ def _program(
         return x
 
     # Types are not checked inside: they do not yet allow a slice of what is P on another axis.
-    inside = jax.shard_map(boxing, mesh=mesh, in_specs=source, out_specs=target, axis_names=set(axes), check_vma=False)
+    inside = shard_map(boxing, mesh=mesh, in_specs=source, out_specs=target, axis_names=set(axes), check_vma=False)
     return jax.jit(inside)
 
 

@@ -28,6 +28,7 @@ from jaxgpt.pipeline.placement import Placement, place
 from jaxgpt.pipeline.schedule import Schedule, schedule
 from jaxgpt.pipeline.stage import Block, Stage
 from jaxgpt.sharding.collectives import gather, scatter_sum
+from jaxgpt.sharding.entry import shard_map
 from jaxgpt.sharding.layout import Layout, split_axes
 from jaxgpt.sharding.named import layout, varying
 from jaxgpt.sharding.ring import positions
@@ -229,7 +230,7 @@ def on_mesh(
         with layout(step.layout.typed(), step.layout.sequence, step.layout.shared(), on_cpu):
             return function(*args)
 
-    return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
+    return shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
 
 
 def state_specs(step: Step) -> dict[str, Any]:
