@@ -29,13 +29,15 @@ ALL = "all"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """side: rows of a square product; array: bytes of a pass over memory and of a sum over devices."""
+    """side: rows of a square product; array: bytes of a sum over devices; memory: bytes of a pass over memory, more
+    than the caches hold for a device, as a step's arrays are together."""
 
     side: int
     array: int
+    memory: int
 
 
-CPU, ACCELERATOR = Sizes(512, 2**22), Sizes(8192, 2**28)
+CPU, ACCELERATOR = Sizes(512, 2**22, 2**25), Sizes(8192, 2**28, 2**28)
 
 
 def calibrated(hardware: Hardware, devices: Sequence[Any], dtype: Dtype) -> Hardware:
@@ -94,7 +96,7 @@ class _Measure:
 
     def memory(self) -> float:
         """Bytes a second of each device, reading and writing."""
-        array = jnp.ones(self.sizes.array // 4, jnp.float32)
+        array = jnp.ones(self.sizes.memory // 4, jnp.float32)
 
         def run(x: jax.Array) -> jax.Array:
             return lax.fori_loop(0, TURNS, lambda i, y: lax.optimization_barrier(y * 1.5 + i), x)

@@ -237,9 +237,17 @@ def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[fl
 def over_weights(costs: Costs, plan: Plan, used: Group, accumulated: Group, work: Work) -> tuple[float, float]:
     """A block's exposed gathers of its weights, forward and backward, and scattering sums of its gradients, where these
     lie split between uses and while they are accumulated (FSDP, ZeRO 2 and 3; arXiv 1910.02054). Part of it hides under
-    the block's own computation."""
-    weights = costs.block_weights / plan.tensor
-    gathered = used.all_gather(costs.kernels.bytes * weights)
-    reduced = accumulated.reduce_scatter(costs.practice.gradient_bytes * weights)
-    hidden = costs.practice.hidden_weights
+    the block's own computation, but where one processor does both."""
+    gathered, reduced = reordered(costs, costs.block_weights / plan.tensor, used, accumulated)
+    hidden = 0.0 if costs.hardware.shared else costs.practice.hidden_weights
     return seen(gathered, hidden * work.forward), seen(gathered + reduced, hidden * work.backward)
+
+
+def reordered(costs: Costs, weights: float, used: Group, accumulated: Group) -> tuple[float, float]:
+    """A gather of weights, so many entries in all, and a scattering sum of their gradients. Devices that are one
+    processor's also copy them, from the order in which they come to that in which they lie, or back."""
+    whole, gradients = costs.kernels.bytes * weights, costs.practice.gradient_bytes * weights
+    copied = (costs.kernels.passes(2 * n) if costs.hardware.shared else 0.0 for n in (whole, gradients))
+    sent = used.all_gather(whole), accumulated.reduce_scatter(gradients)
+    gathered, reduced = (seconds + more for seconds, more in zip(sent, copied, strict=True))
+    return gathered, reduced

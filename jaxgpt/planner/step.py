@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxgpt.planner.cost import Costs, over_context, over_tensor, over_weights, seen
+from jaxgpt.planner.cost import Costs, over_context, over_tensor, over_weights, reordered, seen
 from jaxgpt.planner.links import Group, group
 from jaxgpt.planner.plan import Plan, Time
 from jaxgpt.planner.ticks import table_time, ticks
@@ -139,9 +139,9 @@ class _Step:
         if accumulated:
             turns = ticks(plan.schedule, plan.pipe, m, plan.virtual_stages)
             table = costs.tables / (plan.tensor * (plan.pipe if ways.shared_ends else 1))
-            gathered = self.group(*used).all_gather(costs.kernels.bytes * table)
-            reduced = self.group(*accumulated).reduce_scatter(ways.gradient_bytes * table)
-            sent["fsdp" if plan.fsdp > 1 else "data"] = turns * (gathered + reduced)
+            sent["fsdp" if plan.fsdp > 1 else "data"] = turns * sum(
+                reordered(costs, table, self.group(*used), self.group(*accumulated))
+            )
         return sent
 
     def _weights_here(self) -> tuple[float, float]:
