@@ -24,7 +24,7 @@ STAGES = 2
 ONE, PIPELINE = "one core", "pipeline"
 ALLOWED = 1.2
 """Times the ideal, at 16 microbatches."""
-SHAPE = {"layers": 12, "width": 384, "heads": 6, "seq": 256, "vocab": 256}
+SHAPE = {"layers": 24, "width": 384, "heads": 6, "seq": 256, "vocab": 256}
 MICRO_BATCH = 2
 
 
