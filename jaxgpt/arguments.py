@@ -26,12 +26,13 @@ def given(verb: str, kind: type, args: list[str]) -> dict[str, str | None]:
     hints = get_type_hints(kind)
     known = {"--" + field.name.replace("_", "-"): field.name for field in fields(kind)} | {"--help": "help"}
     known |= {f"--no-{flag[2:]}": name for flag, name in known.items() if hints.get(name) is bool}
+    likely = [flag for flag in known if flag != "--help"]  # which is as near as any to what another verb has
     for arg, after in itertools.zip_longest(args, args[1:]):
         if arg.startswith("--"):
             flag, equals, text = arg.partition("=")
             name = known.get(flag.replace("_", "-"))
             if name is None:
-                hint = nearest(flag, known) or "a value that begins with dashes is given as --flag=VALUE; "
+                hint = nearest(flag, likely) or "a value that begins with dashes is given as --flag=VALUE; "
                 raise UserError(f"{flag}: no such flag of {verb}; {hint}see jaxgpt {verb} --help")
             found[name] = text if equals else None if after is None or after.startswith("--") else after
     return found

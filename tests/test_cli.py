@@ -221,6 +221,7 @@ def test_help_and_complaints_do_not_wait_for_jax():
         (["train", "--stepz", "3"], "--stepz: no such flag of train; did you mean --steps? see jaxgpt train --help"),
         (["train", "--micro-batches=3"], "did you mean --micro-batch?"),
         (["train", "--"], "--: no such flag of train"),
+        (["eval", "r", "--schedule", "gpipe"], "--schedule: no such flag of eval; a value that begins with dashes"),
         (["train", "--steps", "abc"], "--steps abc: not allowed; give a whole number"),
         (["train", "--steps=1.5"], "--steps 1.5: not allowed; give a whole number"),
         (["train", "--lr", "fast"], "--lr fast: not allowed; give a number"),
