@@ -80,7 +80,7 @@ def evaluate(args: list[str]) -> int:
 
     from jaxgpt.training import run as runs
 
-    runs.evaluate(chosen.run, chosen.data, chosen.mesh)
+    runs.evaluate(chosen.run, chosen.data, chosen.mesh, chosen.stride)
     return 0
 
 

@@ -1,9 +1,9 @@
 """A trained run, or a model of somebody else's, opened: the sharded model, called, read and made to write."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,15 @@ class Run:
         finally:
             self._captures.pop()
 
+    @cached_property
+    def _captured(self) -> Callable[[capture.Site], Callable[..., jax.Array]]:
+        """The program of each site, made once."""
+        return cache(partial(capture.captured, self.program.step_of, self.program.mesh))
+
     def _activation(self, name: str, tokens: np.ndarray) -> jax.Array:
         padded, program = self._padded(tokens), self.program
         wanted = capture.site(name, self.config.model.layers)
-        found = capture.captured(program.step_of, program.mesh, wanted)(self.params, program.place_tokens(padded))
+        found = self._captured(wanted)(self.params, program.place_tokens(padded))
         if program.layout.sequence is None:
             return found
         return capture.in_text_order(found, program.sequence_order(padded.shape[1]))

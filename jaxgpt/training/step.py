@@ -220,13 +220,22 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def on_mesh(
-    step: Step, mesh: Mesh, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
+    step: Step,
+    mesh: Mesh,
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    outputs: Any,
+    split_sequence: bool = True,
 ) -> Callable[..., Any]:
-    """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts."""
+    """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts.
+
+    split_sequence: whether the sequence lies split where the layout splits it; else every device has all of it.
+    """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
+    sequence = step.layout.sequence if split_sequence else None
 
     def inside(*args: Any) -> Any:
-        with layout(step.layout.typed(), step.layout.sequence, step.layout.shared(), on_cpu):
+        with layout(step.layout.typed(), sequence, step.layout.shared(), on_cpu):
             return function(*args)
 
     return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
