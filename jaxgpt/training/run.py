@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxgpt.config import UNCUT, RunConfig
-from jaxgpt.data import Mixture, Tokenizer, cache_folder, load_tokenizer, open_text
+from jaxgpt.data import Mixture, Tokenizer, cache_folder, given_tokenizer, load_tokenizer, open_text
 from jaxgpt.errors import UserError, require
 from jaxgpt.inference.sampling import Sampling
 from jaxgpt.inference.text import write
@@ -167,6 +167,17 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     tokenizer = run / "tokenizer"
     files = beside.read(tokenizer)
     return Trained(config, program, restored.state["params"], restored.step, load_tokenizer(tokenizer), files)
+
+
+def open_new(config: RunConfig, console: Console) -> Trained:
+    """The parameters that a run of this configuration begins with, on its mesh. Raises UserError where that does not
+    fit."""
+    tokenizer = given_tokenizer(config.tokenizer)
+    if tokenizer is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab=tokenizer.size))
+    devices, sizes = _devices(config, console)
+    program = Program(config, mesh.build(sizes, devices))
+    return Trained(config, program, program.init()["params"], 0, tokenizer, {})
 
 
 def _devices(config: RunConfig, console: Console, training: bool = True) -> tuple[list[jax.Device], mesh.Sizes]:

@@ -20,6 +20,7 @@ from jaxgpt.model.elementwise import dropout_key
 from jaxgpt.model.fuse import fuse, fused_dims, unfuse_gradients
 from jaxgpt.model.gpt import POLICIES, Context, block, context, embed, final_norm
 from jaxgpt.model.parameters import parameters
+from jaxgpt.model.replaced import NOTHING, Replaced, replaced
 from jaxgpt.model.vocabulary import head_logits, lookup, loss_sum
 from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.loop import run
@@ -49,6 +50,8 @@ class Step:
     sizes: dict[str, int]
     dtype: Any
     kernel: str
+    replaced: Replaced = NOTHING
+    """Functions in the place of the model's."""
 
     @property
     def model(self) -> ModelConfig:
@@ -235,7 +238,7 @@ def on_mesh(
     sequence = step.layout.sequence if split_sequence else None
 
     def inside(*args: Any) -> Any:
-        with layout(step.layout.typed(), sequence, step.layout.shared(), on_cpu):
+        with layout(step.layout.typed(), sequence, step.layout.shared(), on_cpu), replaced(step.replaced):
             return function(*args)
 
     return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
