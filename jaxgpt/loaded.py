@@ -157,15 +157,20 @@ class Run:
         optimizer: any of optax, or one of your own, in the place of AdamW, its schedule and clipping. fields: of
         RunConfig, such as lr=1e-4 or global_batch=8. Nothing is written to the disk.
         """
-        if self.tokenizer is None:
-            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
-        fitted = fitting.fit(self.program, self.params, self.tokenizer, data, steps, quiet, optimizer, **fields)
+        fitted = fitting.fit(self.program, self.params, self._spoken, data, steps, quiet, optimizer, **fields)
         self.params, self.step = fitted.params, self.step + steps
         self.losses += fitted.losses
         self.__dict__.pop("model", None)  # made anew, of the new parameters
         return self
 
     # Text
+
+    @property
+    def _spoken(self) -> Tokenizer:
+        """The tokenizer. Raises UserError where there is none."""
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        return self.tokenizer
 
     def generate(self, prompt: str | list[str], max_tokens: int = 200, **how: Any) -> str | list[str]:
         """The text that the model writes after a prompt, or after each of several. The same seed, the same text.
@@ -185,20 +190,26 @@ class Run:
     def _write(
         self, prompts: Sequence[str], max_tokens: int, stop: Sequence[str] = (), **how: Any
     ) -> Iterator[list[str]]:
-        sampling, seq = Sampling(**how), self.config.model.seq
-        if self.tokenizer is None:
-            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        seq = self.config.model.seq
         require(len(prompts) > 0, "prompts", list(prompts), "must be one at least")
-        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
-        require(not isinstance(stop, str) and all(stop), "stop", stop, "must be a list of texts, none of them empty")
-        encoded = [self.tokenizer.encode(text).tolist() for text in prompts]
+        encoded = [self._spoken.encode(text).tolist() for text in prompts]
         for text, ids in zip(prompts, encoded, strict=True):
             require(len(ids) > 0, "--prompt", repr(text), "must have at least one token")
             fits = len(ids) <= seq
             require(fits, "--prompt", f"of {len(ids)} tokens", f"is longer than the context of {seq}", "shorten it")
-        ends = beside.ends(self.beside, self.tokenizer)
-        writing = self.program.decoding(self.params)
-        return write(writing, self.tokenizer, encoded, seq, max_tokens, sampling, stop, ends)
+        return self.follow(encoded, max_tokens, stop, **how)
+
+    def follow(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str] = (), **how: Any
+    ) -> Iterator[list[str]]:
+        """What generate writes after prompts in tokens, in rounds of a piece of text for each; of a prompt that is
+        longer than the context the end is seen."""
+        sampling = Sampling(**how)
+        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
+        require(not isinstance(stop, str) and all(stop), "stop", stop, "must be a list of texts, none of them empty")
+        ends = beside.ends(self.beside, self._spoken)
+        seq, writing = self.config.model.seq, self.program.decoding(self.params)
+        return write(writing, self._spoken, prompts, seq, max_tokens, sampling, stop, ends)
 
     def export(self, out: str | Path, dtype: str = "fp32") -> None:
         """Writes a folder that transformers and others load. dtype: "fp32", which loses nothing, or "bf16".
