@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written by the gguf package: every type of tensor, every field, and what is wrong."""
 
 import dataclasses
+import itertools
 
 import gguf
 import numpy as np
@@ -172,7 +173,7 @@ def pieced(text: str, prefix: bool) -> list[str]:
     blanks = ("▁" * prefix + text).replace(" ", "▁")
     parts = [c if c in PIECES else f"<0x{byte:02X}>" for c in blanks for byte in _bytes(c)]
     while True:
-        unions = [a + b for a, b in zip(parts, parts[1:], strict=False)]
+        unions = [a + b for a, b in itertools.pairwise(parts)]
         known = [(PIECES[union][0], -at) for at, union in enumerate(unions) if union in PIECES]
         if not known:
             return parts

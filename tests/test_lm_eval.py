@@ -73,9 +73,7 @@ def evaluated(model: Any, output_type: str, docs: list[dict[str, Any]], **fields
 def test_a_choice_is_that_of_the_likelihoods(model, one):
     fields = {"doc_to_text": "{{question}}", "doc_to_target": "answer", "doc_to_choice": "choices"}
     metric = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
-    results, answers = evaluated(
-        model, "multiple_choice", QUESTIONS, target_delimiter="", metric_list=metric, **fields
-    )
+    results, answers = evaluated(model, "multiple_choice", QUESTIONS, target_delimiter="", metric_list=metric, **fields)
     right = []
     for doc, responses in zip(QUESTIONS, answers, strict=True):
         text = doc["question"].rstrip()

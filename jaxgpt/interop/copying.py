@@ -32,7 +32,8 @@ def copy(out: np.ndarray, values: np.ndarray) -> None:
     if out.nbytes < _SMALL:
         out[...] = values
         return
-    axis = int(np.argmin([abs(stride) if size > 1 else 2**62 for stride, size in zip(values.strides, values.shape)]))
+    steps = zip(values.strides, values.shape, strict=True)
+    axis = int(np.argmin([abs(stride) if size > 1 else np.inf for stride, size in steps]))
     crossed = axis != out.ndim - 1
     axis = axis if crossed else int(np.argmax(out.shape))
     share = -(-out.shape[axis] // _THREADS)

@@ -1,8 +1,8 @@
 """A model as EleutherAI's lm-eval wants it (extra lm-eval): likelihoods of texts, and texts written up to a stop.
 
-    import lm_eval
-    from jaxgpt.interop.lm_eval import JaxgptLM
-    lm_eval.simple_evaluate(JaxgptLM("runs/mine", mesh="tensor=2"), tasks=["lambada_openai"])
+import lm_eval
+from jaxgpt.interop.lm_eval import JaxgptLM
+lm_eval.simple_evaluate(JaxgptLM("runs/mine", mesh="tensor=2"), tasks=["lambada_openai"])
 """
 
 import json

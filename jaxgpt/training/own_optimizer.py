@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
@@ -27,15 +27,13 @@ class OwnOptimizer:
     def begin_with(self, params: Arrays) -> State:
         """The state before the first step."""
         init = jax.jit(auto_axes(self.transformation.init, out_sharding=self._layouts))
-        with jax.set_mesh(self.program.mesh):
-            return {"params": params, "optimizer": init(params), "step": jnp.int32(0)}
+        return {"params": params, "optimizer": init(params), "step": np.int32(0)}
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
         """One step; the state is given up. Gives its loss."""
         loss, gradients, _ = self.program.gradients(state["params"], batch, state["step"])
-        with jax.set_mesh(self.program.mesh):
-            params, optimizer = self._update(state["params"], state["optimizer"], gradients)
-        return {"params": params, "optimizer": optimizer, "step": state["step"] + 1}, {"loss": loss}
+        params, optimizer = self._update(state["params"], state["optimizer"], gradients)
+        return {"params": params, "optimizer": optimizer, "step": np.int32(state["step"] + 1)}, {"loss": loss}
 
     @cached_property
     def _layouts(self) -> Any:
