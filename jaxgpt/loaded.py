@@ -131,7 +131,7 @@ class Run:
             self._captures.pop()
 
     @cached_property
-    def _captured(self) -> Callable[[capture.Site], Callable[..., jax.Array]]:
+    def _captured(self) -> Callable[..., Callable[..., jax.Array]]:
         """The program of each site, made once."""
         return cache(partial(capture.captured, self.program.step_of, self.program.mesh))
 

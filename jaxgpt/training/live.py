@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -15,25 +15,6 @@ _POINTS = 400
 """Most points drawn."""
 _EVERY = 0.5
 """Seconds between two pictures."""
-
-
-class Shown(Protocol):
-    """What shows losses, used in a `with`."""
-
-    def __enter__(self) -> "Shown": ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def step(self, losses: Sequence[float]) -> None:
-        """losses: of all steps so far."""
-
-
-def shown(steps: int, quiet: bool) -> Shown:
-    """In a notebook Curve, elsewhere Bar. quiet: shows nothing."""
-    notebook = _notebook()
-    return Bar(steps, quiet) if quiet or notebook is None else Curve(steps, notebook)
 
 
 def _notebook() -> Any:
@@ -90,6 +71,12 @@ class Curve:
 
     def _picture(self) -> Any:
         return self._display.HTML(svg(self._losses, self._steps))
+
+
+def shown(steps: int, quiet: bool) -> "Bar | Curve":
+    """In a notebook Curve, elsewhere Bar. quiet: shows nothing."""
+    notebook = _notebook()
+    return Bar(steps, quiet) if quiet or notebook is None else Curve(steps, notebook)
 
 
 def svg(losses: Sequence[float], steps: int) -> str:
