@@ -6,6 +6,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiny import GPT
 
@@ -42,7 +43,7 @@ def test_a_model_begins_as_its_run_would():
     assert "fsdp: S(embed), tensor: S(mlp)" in re.sub("<[^>]*>", "", run.layouts()._repr_html_())
     again = jaxgpt.start(dataclasses.replace(CONFIG, mesh="data=1"))
     for name, array in run.params.items():
-        assert (array == again.params[name]).all()
+        np.testing.assert_array_equal(array, again.params[name])
 
 
 def test_only_axes_are_coloured_and_text_stays_text():
