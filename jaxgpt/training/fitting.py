@@ -48,7 +48,7 @@ def fit(
     mesh.check(config, program.sizes)
     tokens = open_text(data, tokenizer).tokens
     own = Program(config, program.mesh, program.replaced)
-    trained = own if optimizer is None else OwnOptimizer(own, optimizer)
+    trained: Program | OwnOptimizer = own if optimizer is None else OwnOptimizer(own, optimizer)
     state = trained.begin_with({name: array.copy() for name, array in params.items()})
     losses: list[float] = []
     with shown(steps, quiet) as told:
