@@ -27,7 +27,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin's own start would ask for a dr
 import jax
 
 from jaxgpt import RunConfig, preset
-from jaxgpt.explain import Explanation, explain
+from jaxgpt.explained import Explanation, explain
 from jaxgpt.model.parameters import parameters
 from jaxgpt.sharding.ledger import Total, totals
 from jaxgpt.sharding.mesh import parse

@@ -59,7 +59,7 @@ def explain(args: list[str]) -> int:
     # Nothing is run on a device, and the GPUs' own start would ask for a driver.
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-    from jaxgpt import explain as explaining
+    from jaxgpt import explained as explaining
 
     _refuse_unwritable("--picture", chosen.picture, ".png")
     found = explaining.explain(told.config, chosen.compiled)
@@ -80,7 +80,7 @@ def evaluate(args: list[str]) -> int:
 
     from jaxgpt.training import run as runs
 
-    runs.evaluate(chosen.run, chosen.data, chosen.mesh)
+    runs.evaluate(chosen.run, chosen.data, chosen.mesh, chosen.stride)
     return 0
 
 

@@ -179,6 +179,9 @@ class EvalFlags:
     """Text to read, in full; None: the run's own validation part."""
     mesh: str = ""
     """Axes and sizes; empty: all devices on data. Any mesh opens any run."""
+    stride: int | None = None
+    """Tokens that a window of the context's length moves on, so that each token is predicted with at least the
+    context's length less so many before it; None: windows that do not overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,16 @@
 """A trained run, or a model of somebody else's, opened: the sharded model, called, read and made to write."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Int32
 
 from jaxgpt.config import RunConfig
@@ -19,11 +21,12 @@ from jaxgpt.inference.text import write
 from jaxgpt.interop import beside
 from jaxgpt.interop.export import export
 from jaxgpt.model.module import GPT, ArrayLike
-from jaxgpt.sharding.drawing import Drawing, draw
+from jaxgpt.model.replaced import Replaced
+from jaxgpt.sharding.drawing import Drawing, coloured, draw
 from jaxgpt.training import capture, derived, fitting
 from jaxgpt.training.console import Console
 from jaxgpt.training.program import Program
-from jaxgpt.training.run import open_trained
+from jaxgpt.training.run import Trained, open_new, open_trained
 
 
 @dataclass(eq=False)
@@ -56,7 +59,8 @@ class Run:
 
     def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
         """Logits of params for tokens [B, S]."""
-        return self._forward(params, self.checked(np.asarray(tokens)))[..., : self.config.model.vocab]
+        whole = self.program.whole_logits(params, self.checked(np.asarray(tokens)))
+        return whole[..., : self.config.model.vocab]
 
     def checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
         """Tokens that the model can read. Raises UserError for others."""
@@ -69,17 +73,24 @@ class Run:
         require(not wrong.size, "tokens", wrong[:3], f"must be at least 0 and below the vocabulary's {model.vocab}")
         return tokens.astype(np.int32)
 
-    def _forward(self, params: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
-        logits = self.program.logits(params, self.program.place_tokens(self._padded(tokens)))
-        whole = jax.device_put(logits, jax.sharding.NamedSharding(self.program.mesh, jax.sharding.PartitionSpec()))
-        return self.program.text_order(whole)[: tokens.shape[0], : tokens.shape[1]]
-
-    def _padded(self, tokens: np.ndarray) -> np.ndarray:
-        """With rows and columns added up to what the mesh divides them by."""
-        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.program.divisors, strict=True))
-        return np.pad(tokens, ((0, rows), (0, columns)))
-
     # Research
+
+    def replace(self, **functions: Callable[..., jax.Array]) -> "Run":
+        """This model with functions of your own in the place of its own, on the same parameters.
+
+            run.replace(attention=lambda q, k, v: v).fit("text.txt")
+
+        functions: attention, activation, mlp and norm, as model.replaced.Replaced says; written for one device, they
+        work on every mesh, in calls, gradients, captures and fit. A text is written with them, too; with an attention
+        of one's own without a cache, each token reading the whole text.
+        """
+        known = [each.name for each in dataclasses.fields(Replaced)]
+        for name, function in functions.items():
+            require(name in known, name, function, f"cannot be replaced; known are {', '.join(known)}")
+            require(callable(function), name, function, "must be a function")
+        own = dataclasses.replace(self.program.replaced, **functions)
+        program = Program(self.config, self.program.mesh, own)
+        return Run(self.config, program, self.params, self.tokenizer, self.step, self.beside)
 
     def value_and_grad(self, batch: ArrayLike | Mapping[str, ArrayLike]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean loss over the tokens of a batch, and the gradient of every parameter, laid out as the parameter is.
@@ -119,28 +130,47 @@ class Run:
         finally:
             self._captures.pop()
 
+    @cached_property
+    def _captured(self) -> Callable[..., Callable[..., jax.Array]]:
+        """The program of each site, made once."""
+        return cache(partial(capture.captured, self.program.step_of, self.program.mesh))
+
     def _activation(self, name: str, tokens: np.ndarray) -> jax.Array:
-        padded, program = self._padded(tokens), self.program
+        program = self.program
+        padded = program.padded(tokens)
         wanted = capture.site(name, self.config.model.layers)
-        found = capture.captured(program.step_of, program.mesh, wanted)(self.params, program.place_tokens(padded))
+        found = self._captured(wanted)(self.params, program.place_tokens(padded))
         if program.layout.sequence is None:
             return found
         return capture.in_text_order(found, program.sequence_order(padded.shape[1]))
 
-    def fit(self, data: str, steps: int = 100, quiet: bool = False, **fields: Any) -> "Run":
+    def fit(
+        self,
+        data: str,
+        steps: int = 100,
+        quiet: bool = False,
+        optimizer: optax.GradientTransformation | None = None,
+        **fields: Any,
+    ) -> "Run":
         """Trains on from here, on a text, and returns this run; see training.fitting.fit. `losses` has each step's.
 
-        fields: of RunConfig, such as lr=1e-4 or global_batch=8. Nothing is written to the disk.
+        optimizer: any of optax, or one of your own, in the place of AdamW, its schedule and clipping. fields: of
+        RunConfig, such as lr=1e-4 or global_batch=8. Nothing is written to the disk.
         """
-        if self.tokenizer is None:
-            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
-        fitted = fitting.fit(self.program, self.params, self.tokenizer, data, steps, quiet, **fields)
+        fitted = fitting.fit(self.program, self.params, self._spoken, data, steps, quiet, optimizer, **fields)
         self.params, self.step = fitted.params, self.step + steps
         self.losses += fitted.losses
         self.__dict__.pop("model", None)  # made anew, of the new parameters
         return self
 
     # Text
+
+    @property
+    def _spoken(self) -> Tokenizer:
+        """The tokenizer. Raises UserError where there is none."""
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        return self.tokenizer
 
     def generate(self, prompt: str | list[str], max_tokens: int = 200, **how: Any) -> str | list[str]:
         """The text that the model writes after a prompt, or after each of several. The same seed, the same text.
@@ -160,20 +190,26 @@ class Run:
     def _write(
         self, prompts: Sequence[str], max_tokens: int, stop: Sequence[str] = (), **how: Any
     ) -> Iterator[list[str]]:
-        sampling, seq = Sampling(**how), self.config.model.seq
-        if self.tokenizer is None:
-            raise UserError("the model has no tokenizer, which a text needs; put its tokenizer.json beside it")
+        seq = self.config.model.seq
         require(len(prompts) > 0, "prompts", list(prompts), "must be one at least")
-        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
-        require(not isinstance(stop, str) and all(stop), "stop", stop, "must be a list of texts, none of them empty")
-        encoded = [self.tokenizer.encode(text).tolist() for text in prompts]
+        encoded = [self._spoken.encode(text).tolist() for text in prompts]
         for text, ids in zip(prompts, encoded, strict=True):
             require(len(ids) > 0, "--prompt", repr(text), "must have at least one token")
             fits = len(ids) <= seq
             require(fits, "--prompt", f"of {len(ids)} tokens", f"is longer than the context of {seq}", "shorten it")
-        ends = beside.ends(self.beside, self.tokenizer)
-        writing = self.program.decoding(self.params)
-        return write(writing, self.tokenizer, encoded, seq, max_tokens, sampling, stop, ends)
+        return self.follow(encoded, max_tokens, stop, **how)
+
+    def follow(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str] = (), **how: Any
+    ) -> Iterator[list[str]]:
+        """What generate writes after prompts in tokens, in rounds of a piece of text for each; of a prompt that is
+        longer than the context the end is seen."""
+        sampling = Sampling(**how)
+        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
+        require(not isinstance(stop, str) and all(stop), "stop", stop, "must be a list of texts, none of them empty")
+        ends = beside.ends(self.beside, self._spoken)
+        seq, writing = self.config.model.seq, self.program.decoding(self.params)
+        return write(writing, self._spoken, prompts, seq, max_tokens, sampling, stop, ends)
 
     def export(self, out: str | Path, dtype: str = "fp32") -> None:
         """Writes a folder that transformers and others load. dtype: "fp32", which loses nothing, or "bf16".
@@ -208,6 +244,10 @@ class Layouts:
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts)
         return "\n".join(line.rstrip() for line in lines)
 
+    def _repr_html_(self) -> str:
+        cells = ("".join(f"<td>{coloured(str(cell))}</td>" for cell in row) for row in self.rows)
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
 
 def load(run: str | Path, mesh: str = "") -> Run:
     """Opens a run's last whole checkpoint, a Hugging Face folder or a GGUF file on any mesh ("tensor=2"; empty: one
@@ -216,5 +256,16 @@ def load(run: str | Path, mesh: str = "") -> Run:
     Raises UserError where it is none of them, has no weights or not those of its configuration, or the mesh does not
     fit.
     """
-    trained = open_trained(Path(run), mesh or "data=1", Console())
+    return _run(open_trained(Path(run), mesh or "data=1", Console()))
+
+
+def start(config: RunConfig) -> Run:
+    """A model as a run of this configuration begins, on its mesh (empty: all devices on data): drawn, not trained.
+
+    Raises UserError where the mesh does not fit. A tokenizer that is made from data is left out; bytes is not.
+    """
+    return _run(open_new(config, Console()))
+
+
+def _run(trained: Trained) -> Run:
     return Run(trained.config, trained.program, trained.params, trained.tokenizer, trained.step, trained.beside)

@@ -72,7 +72,7 @@ def test_the_flags_are_these_and_no_others():
     )
     planned = ["devices", "hardware", "calibrate", "tokens", "top", "json", "picture", "save", "verify"]
     assert [field.name for field in dataclasses.fields(flags.PlanFlags)] == [*TRAIN.split(), *planned]
-    assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh"]
+    assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh", "stride"]
     assert [field.name for field in dataclasses.fields(flags.SampleFlags)] == (
         "run prompt tokens temperature top_k top_p repetition_penalty stop seed mesh".split()
     )
@@ -160,7 +160,9 @@ def test_a_run_that_a_signal_ended_says_so_in_its_status(runs):
 
 def test_eval(runs):
     assert main(["eval", "runs/mine", "--data", "other.txt"]) == 0
-    assert runs.calls == [("evaluate", (Path("runs/mine"), "other.txt", ""), {})]
+    assert main(["eval", "runs/mine", "--stride", "8"]) == 0
+    calls = [(Path("runs/mine"), "other.txt", "", None), (Path("runs/mine"), None, "", 8)]
+    assert runs.calls == [("evaluate", call, {}) for call in calls]
 
 
 def test_sample(runs, capsys):

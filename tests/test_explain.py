@@ -9,11 +9,11 @@ from typing import get_args, get_type_hints
 import pytest
 from tiny import GPT, LLAMA, run_config
 
-from jaxgpt import explain as explaining
+from jaxgpt import explained as explaining
 from jaxgpt import flags
 from jaxgpt.cli import main
 from jaxgpt.errors import UserError
-from jaxgpt.explain import Explanation, difference, explain, tables, to_json
+from jaxgpt.explained import Explanation, difference, explain, tables, to_json
 from jaxgpt.model.parameters import parameters
 from jaxgpt.planner import absent
 from jaxgpt.presets import preset

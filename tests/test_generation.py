@@ -1,6 +1,7 @@
 """Generation with a cache: what it reads is what the full forward says, on every mesh; and which tokens are drawn."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -131,6 +132,43 @@ def test_a_batch_writes_what_each_writes_alone_beyond_the_context_too():
     params, prompts, greedy = drawn(of), [[1, 2], [3] * 15, [4, 5, 6, 7]], Sampling(temperature=0)
     together = texts(of, params, prompts, 30, greedy)
     assert together == [texts(of, params, [prompt], 30, greedy)[0] for prompt in prompts]
+
+
+class OnTheHost(NamedTuple):
+    """A model that cannot choose by itself."""
+
+    model: Decoding
+
+    @property
+    def left(self):
+        return self.model.left
+
+    def start(self, texts, room):
+        return self.model.start(texts, room)
+
+    def next(self, tokens):
+        return self.model.next(tokens)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=2"])
+def test_tokens_that_are_asked_for_ahead_are_those_that_the_host_would_choose(mesh):
+    of = program(model("llama"), mesh)
+    params, written = drawn(of), []
+    for wrapped in (False, True):
+        decoding = Decoding(of.decoder, params)
+        rows = [Row([1, 2]), Row([3] * 15), Row([4, 5, 6, 7])]
+        rounds = generate(OnTheHost(decoding) if wrapped else decoding, rows, 16, 30, Sampling(temperature=0))
+        for count, _ in enumerate(rounds):
+            rows[2].done = count >= 3
+        written.append([row.written for row in rows])
+    assert written[0] == written[1]
+    assert list(map(len, written[0])) == [30, 30, 4]
+
+
+def test_of_equally_likely_tokens_the_first_is_taken():
+    of = program(model("gpt2"))
+    scores = np.array([[0.0, 2.0, 2.0, 1.0], [3.0, -1.0, 3.0, 3.0]], np.float32)
+    assert np.asarray(of.decoder.likeliest(of.decoder.place(scores))).tolist() == [[1], [0]]
 
 
 def test_after_the_context_is_full_the_model_sees_the_later_half():

@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written by the gguf package: every type of tensor, every field, and what is wrong."""
 
 import dataclasses
+import itertools
 
 import gguf
 import numpy as np
@@ -155,6 +156,57 @@ def test_a_file_becomes_a_folder_with_its_tokenizer_and_template(tmp_path, capsy
     assert again.beside == run.beside
     for name, array in in_order(run.program, run.params).items():
         np.testing.assert_array_equal(in_order(again.program, again.params)[name], array, err_msg=name)
+
+
+PIECES = {
+    "<unk>": (0.0, 2),
+    "<s>": (0.0, 3),
+    "</s>": (0.0, 3),
+    **{f"<0x{byte:02X}>": (0.0, 6) for byte in range(256)},
+    **{piece: (-float(rank), 1) for rank, piece in enumerate("ab abc bc aa ▁a ▁ab aab ca".split())},
+    **{letter: (-100.0 - rank, 1) for rank, letter in enumerate("▁abcd")},
+}
+
+
+def pieced(text: str, prefix: bool) -> list[str]:
+    """SentencePiece's way: again and again the best union of two neighbours, of equally good ones the first."""
+    blanks = ("▁" * prefix + text).replace(" ", "▁")
+    parts = [c if c in PIECES else f"<0x{byte:02X}>" for c in blanks for byte in _bytes(c)]
+    while True:
+        unions = [a + b for a, b in itertools.pairwise(parts)]
+        known = [(PIECES[union][0], -at) for at, union in enumerate(unions) if union in PIECES]
+        if not known:
+            return parts
+        at = -max(known)[1]
+        parts[at : at + 2] = [unions[at]]
+
+
+def _bytes(character: str) -> bytes:
+    return b"0" if character in PIECES else character.encode()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_with_scores(tmp_path, prefix):
+    def add(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(list(PIECES))
+        writer.add_token_scores([score for score, _ in PIECES.values()])
+        writer.add_token_types([kind for _, kind in PIECES.values()])
+        writer.add_add_space_prefix(prefix)
+        writer.add_eos_token_id(2)
+
+    model = dataclasses.replace(LLAMA, vocab=len(PIECES))
+    file = file_of(tmp_path / "m.gguf", wanted(model), model, tokens=False, fields=[add])
+    tokenizer = models.open_model(file).tokenizer
+    names = list(PIECES)
+    rng = np.random.default_rng(0)
+    for length in range(1, 60):
+        text = "".join(rng.choice(list("aaabbbccd  é€"), length))
+        ids = tokenizer.encode(text).tolist()
+        assert [names[i] for i in ids] == pieced(text, prefix)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("</s>").tolist()[-1] == 2
+    assert tokenizer.end == 2
 
 
 def refused(path) -> str:

@@ -15,7 +15,9 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path) -> None:
+def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
     notebook = json.loads(path.read_text())
     variables: dict[str, Any] = {"__name__": "__main__"}
     for cell in notebook["cells"]:

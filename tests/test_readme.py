@@ -125,6 +125,7 @@ def notebook() -> None:
     assert names["gradients"].keys() == names["run"].params.keys()
     assert names["activations"]["blocks.0.attention"].shape == (2, 16, 32)
     assert len(names["run"].losses) == 2
+    assert names["changed"](tokens).shape == (2, 16, 256)
     assert "tensor: S(vocab)" in repr(names["run"].layouts())
     any_function(another)
 

@@ -86,30 +86,38 @@ def segments(
 
 
 def validation_batches(
-    tokens: Integer[np.ndarray, " tokens"], seq: int, batch: int, limit_tokens: int | None = None
+    tokens: Integer[np.ndarray, " tokens"],
+    seq: int,
+    batch: int,
+    limit_tokens: int | None = None,
+    stride: int | None = None,
 ) -> Iterator[tuple[Int32[np.ndarray, "{batch} {seq}"], Int32[np.ndarray, "{batch} {seq}"]]]:
     """(inputs, targets) in which each token but the first is a target once; targets are -1 where there is none.
 
     The last row and the last batch are filled up, so that a sum over the targets that are not -1, divided by their
     number, is the exact mean. limit_tokens: at most so many targets, in rows spread evenly over the text, the same
-    ones each time; but never less than one row. Raises UserError where nothing can be predicted.
+    ones each time; but never less than one row. stride: tokens between the starts of two rows, which then overlap, so
+    that each target has seq - stride tokens before it in its row, or all that there are. None: seq, no overlap. Raises
+    UserError where nothing can be predicted.
     """
     if len(tokens) < 2:
         raise UserError(f"the text has {len(tokens)} tokens, and a prediction needs 2; take more --data")
-    rows = -(-(len(tokens) - 1) // seq)
+    step = stride or seq
+    rows = 1 + -(-max(0, len(tokens) - 1 - seq) // step)
     taken = rows if limit_tokens is None else min(rows, max(1, limit_tokens // seq))
     # The middle of each of `taken` equal stretches.
     chosen = (2 * np.arange(taken) + 1) * rows // (2 * taken)
-    return (_rows(tokens, seq, chosen[at : at + batch], batch) for at in range(0, taken, batch))
+    return (_rows(tokens, seq, step, chosen[at : at + batch], batch) for at in range(0, taken, batch))
 
 
-def _rows(tokens: np.ndarray, seq: int, rows: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def _rows(tokens: np.ndarray, seq: int, step: int, rows: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
     inputs = np.zeros((batch, seq), np.int32)
     targets = np.full((batch, seq), NO_TARGET, np.int32)
     for row, index in enumerate(rows.tolist()):
-        sample = tokens[index * seq : (index + 1) * seq + 1]
+        sample = tokens[index * step : index * step + seq + 1]
+        known = seq - step if index else 0  # what the row before has predicted
         inputs[row, : len(sample) - 1] = sample[:-1]
-        targets[row, : len(sample) - 1] = sample[1:]
+        targets[row, known : len(sample) - 1] = sample[known + 1 :]
     return inputs, targets
 
 

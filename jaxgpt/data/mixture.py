@@ -259,10 +259,14 @@ def _refuse_strange(dataset: Dataset, tokens: np.ndarray, rows: np.ndarray) -> N
 
 
 def validation_batches(
-    parts: Sequence[np.ndarray], seq: int, batch: int, limit_tokens: int | None = None
+    parts: Sequence[np.ndarray],
+    seq: int,
+    batch: int,
+    limit_tokens: int | None = None,
+    stride: int | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """loader.validation_batches of each part in turn; the limit is shared out by their tokens."""
     whole = sum(map(len, parts))
     for part in parts:
         limit = None if limit_tokens is None else max(1, limit_tokens * len(part) // whole)
-        yield from loader.validation_batches(part, seq, batch, limit)
+        yield from loader.validation_batches(part, seq, batch, limit, stride)

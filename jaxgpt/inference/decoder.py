@@ -24,11 +24,10 @@ from jaxgpt.model.gpt import RESIDUAL, Context, block, final_norm
 from jaxgpt.model.vocabulary import head_logits, lookup
 from jaxgpt.pipeline.parts import from_stage, here, rows_of, sent
 from jaxgpt.sharding.collectives import gather
-from jaxgpt.sharding.entry import shard_map
-from jaxgpt.sharding.named import layout, relayout, varying
+from jaxgpt.sharding.named import relayout, varying
 from jaxgpt.sharding.rows import MANUAL, TENSOR
 from jaxgpt.training.microbatch import BLOCKS, TOKEN, part
-from jaxgpt.training.step import Arrays, Step, state_specs
+from jaxgpt.training.step import Arrays, Step, on_mesh, state_specs
 
 Group = tuple[jax.Array, jax.Array]
 Cache = list[Group]
@@ -88,13 +87,7 @@ class Decoder:
         return [1] * placement.layers if alone else [placement.layers]
 
     def _on_mesh(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        """As training.step.on_mesh, but the sequence is never split."""
-
-        def inside(*args: Any) -> Any:
-            with layout(self.step.layout.typed(), None, self.step.layout.shared()):
-                return function(*args)
-
-        return shard_map(inside, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
+        return on_mesh(self.step, self.mesh, function, inputs, outputs, split_sequence=False)
 
     # Weights
 
@@ -150,6 +143,32 @@ class Decoder:
 
         starts: first slot of each row's text; what is written before it is never seen.
         """
+        return jax.jit(self._extend, donate_argnums=1)
+
+    @cached_property
+    def follow(self) -> Any:
+        """As extend, but gives the likeliest of the next tokens, [B, 1], which may be read in their turn: so the host
+        need not wait for one token before it asks for the next."""
+
+        def follow(*args: Any) -> tuple[jax.Array, Cache]:
+            logits, cache = self._extend(*args)
+            return self._likeliest(logits), cache
+
+        return jax.jit(follow, donate_argnums=1)
+
+    @cached_property
+    def likeliest(self) -> Any:
+        """(logits [B, V]) -> the likeliest tokens, [B, 1], as extend takes them; of several the first."""
+        return jax.jit(self._likeliest)
+
+    def _likeliest(self, logits: jax.Array) -> jax.Array:
+        # a maximum and its first place: XLA on CPU computes both many numbers at a time, and an argmax one by one
+        highest = jnp.max(logits, -1, keepdims=True)
+        places = jnp.where(logits == highest, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1] - 1)
+        return jax.reshard(jnp.min(places, -1, keepdims=True), NamedSharding(self.mesh, PartitionSpec(self._batch)))
+
+    @cached_property
+    def _extend(self) -> Callable[..., tuple[jax.Array, Cache]]:
         batch, whole = PartitionSpec(self._batch), PartitionSpec()
         inputs = (self._weight_specs, self._cache_specs, batch, whole, batch)
         outputs = (PartitionSpec(self._batch, self.step.layout.shared().get("vocab")), self._cache_specs)
@@ -159,7 +178,7 @@ class Decoder:
             logits, cache = inside(*args)
             return jax.reshard(logits, NamedSharding(self.mesh, whole)), cache
 
-        return jax.jit(extend, donate_argnums=1)
+        return extend
 
     def place(self, tokens: np.ndarray) -> jax.Array:
         """Tokens [B, C], or anything of each row, on the devices."""

@@ -1,6 +1,6 @@
 """Texts that are being written: their cache, filled from prompts, and one token more of each at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -25,6 +25,13 @@ class Writing(Protocol):
     def next(self, tokens: Sequence[int]) -> Float[np.ndarray, "B V"]: ...
 
 
+@runtime_checkable
+class Ahead(Writing, Protocol):
+    """What can choose the likeliest token by itself, where the model is."""
+
+    def likeliest(self, rounds: int) -> Iterator[list[int]]: ...
+
+
 class Decoding:
     """A batch of texts on a mesh. Two programs run, one for a chunk of the prompts and one for a token, whatever the
     lengths."""
@@ -37,6 +44,7 @@ class Decoding:
         self._starts: Any = None
         self._slot = 0
         self._count = 0
+        self._logits: Any = None
 
     @property
     def left(self) -> int:
@@ -60,14 +68,26 @@ class Decoding:
             starts[row] = filled - len(text)
         self._starts, self._slot = self._decoder.place(starts), 0
         for first in range(0, filled, CHUNK):
-            logits = self._read(tokens[:, first : first + CHUNK])
-        return self._on_host(logits)
+            self._logits = self._read(tokens[:, first : first + CHUNK])
+        return self._on_host(self._logits)
 
     def next(self, tokens: Sequence[int]) -> Float[np.ndarray, "B V"]:
         """Reads one more token of each text. Returns logits of what follows it."""
         padded = np.zeros((self._shape[0], 1), np.int32)
         padded[: self._count, 0] = tokens
         return self._on_host(self._read(padded))
+
+    def likeliest(self, rounds: int) -> Iterator[list[int]]:
+        """The likeliest next token of each text, round by round, and read in its turn; at most `rounds` of them, and no
+        more than there are slots. To be asked for after start. The host handles a round while the next one is made."""
+        ahead: jax.Array | None = self._decoder.likeliest(self._logits)
+        while ahead is not None:
+            now, ahead, rounds = ahead, None, rounds - 1
+            if rounds and self.left:
+                slot = np.int32(self._slot)
+                ahead, self._cache = self._decoder.follow(self._weights, self._cache, now, slot, self._starts)
+                self._slot += 1
+            yield np.asarray(now)[: self._count, 0].tolist()
 
     def _make_room(self, rows: int, slots: int) -> None:
         """A cache of so many slots at least: of a power of two, so that few sizes are ever compiled."""

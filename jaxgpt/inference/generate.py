@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxgpt.inference.decoding import Writing
+from jaxgpt.inference.decoding import Ahead, Writing
 from jaxgpt.inference.sampling import Sampling
 
 
@@ -36,12 +36,15 @@ def generate(
     for row in rows:
         row.forgotten = max(0, len(row.prompt) - seq)
     scores = writing.start([row.seen for row in rows], max_tokens)
+    ahead = _ahead(writing, sampling, max_tokens)
     for count in range(max_tokens):
+        chosen = None if ahead is None else next(ahead)
         round_: list[int | None] = []
         for number, row in enumerate(rows):
             token = None
             if not row.done:
-                token = sampling.choose(scores[number], row.prompt + row.written, number, count)
+                text = row.prompt + row.written
+                token = sampling.choose(scores[number], text, number, count) if chosen is None else chosen[number]
                 row.written.append(token)
             round_.append(token)
         yield round_
@@ -54,5 +57,11 @@ def generate(
             for row in rows:
                 row.forgotten += len(row.seen) - 1 if row.done else 0
             scores = writing.start([row.seen for row in rows], max_tokens - count - 1)
-        else:
+            ahead = _ahead(writing, sampling, max_tokens - count - 1)
+        elif ahead is None:
             scores = writing.next([0 if token is None else token for token in round_])
+
+
+def _ahead(writing: Writing, sampling: Sampling, rounds: int) -> Iterator[list[int]] | None:
+    """The rounds to come, where all that is asked for is the likeliest token."""
+    return writing.likeliest(rounds) if sampling.greedy and isinstance(writing, Ahead) else None

@@ -34,6 +34,11 @@ class Sampling:
         require(0 < p < math.inf, "--repetition-penalty", p, "must be above 0 and finite")
         require(0 <= self.seed < 2**64, "--seed", self.seed, "must be at least 0 and below 2**64")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken, whatever the text."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
     def choose(self, scores: Float[np.ndarray, " V"], text: Sequence[int], row: int, count: int) -> int:
         """The next token of a text. row, count: which text of the batch, and how many tokens have been written of it:
         the noise is a function of these and of the seed."""

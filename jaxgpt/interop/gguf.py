@@ -1,23 +1,19 @@
 """GGUF files of LLaMA-type models: configuration, tensors and tokenizer, through the gguf package."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from jaxgpt.config import ModelConfig, RopeScaling
 from jaxgpt.data.tokenizer import LibraryTokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.interop import gguf_tokenizer
 from jaxgpt.interop.families import GGUF
 
 SUFFIX = ".gguf"
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q6_K")
 """Types of tensors that are read; what is quantized becomes fp32."""
-_CONTROL, _USER_DEFINED = 3, 4
-"""Kinds of entries of a vocabulary that a text never spells."""
 
 
 class GGUFFile:
@@ -113,26 +109,8 @@ class GGUFFile:
         return RopeScaling(kind="linear", factor=float(self.get("{arch}.rope.scaling.factor", 1.0)))
 
     def tokenizer(self) -> LibraryTokenizer | None:
-        """The file's byte-level BPE; None where it has no tokenizer. Raises UserError for one of another kind."""
-        kind, words = self.get("tokenizer.ggml.model"), self.get("tokenizer.ggml.pre", "default")
-        if kind is None:
-            return None
-        if kind != "gpt2" or words not in _WORDS:
-            known = ", ".join(_WORDS)
-            raise UserError(f"{self.path}: tokenizer {kind} ({words}) is not read; known are gpt2 with {known}")
-        entries: list[str] = self.get("tokenizer.ggml.tokens")
-        kinds: list[int] = self.get("tokenizer.ggml.token_type", [1] * len(entries))
-        merges = [tuple(merge.split(" ", 1)) for merge in self.get("tokenizer.ggml.merges", [])]
-        vocabulary = {text: number for number, text in enumerate(entries)}
-        library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-        library.pre_tokenizer = _WORDS[words]()
-        library.decoder = decoders.ByteLevel()
-        if words == "qwen2":
-            library.normalizer = normalizers.NFC()
-        whole = list(zip(entries, kinds, strict=True))
-        library.add_special_tokens([text for text, each in whole if each == _CONTROL])
-        library.add_tokens([text for text, each in whole if each == _USER_DEFINED])
-        return LibraryTokenizer(library)
+        """The file's tokenizer; None where it has none. Raises UserError for one of a kind that is not read."""
+        return gguf_tokenizer.tokenizer(self.path, self.get)
 
     def beside(self) -> dict[str, Any]:
         """What Hugging Face's folders keep beside a tokenizer: fields of tokenizer_config.json, and token ids."""
@@ -162,28 +140,3 @@ def _package() -> tuple[Any, Any]:
 def _decimal(value: float) -> float:
     """A fp32 number as the shortest decimal that it stands for: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _byte_level(use_regex: bool = True) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-
-
-def _split(digits: str) -> pre_tokenizers.PreTokenizer:
-    """Words as LLaMA 3 and Qwen 2 divide a text; digits: how many digits make a number."""
-    words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    parts = [pre_tokenizers.Split(Regex(words), behavior="isolated"), _byte_level(False)]
-    return pre_tokenizers.Sequence(parts)
-
-
-_WORDS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _byte_level,
-    "gpt-2": _byte_level,
-    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()]),
-    "llama-bpe": lambda: _split("{1,3}"),
-    "qwen2": lambda: _split(""),
-}
-"""How a text is divided into words before merging, by GGUF's tokenizer.ggml.pre."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.errors import UserError
+from jaxgpt.interop.copying import copy, zeros
 from jaxgpt.interop.families import Family
 from jaxgpt.model.parameters import Parameter, dimensions, parameters
 
@@ -154,13 +155,13 @@ class Weights:
         """fp32 values of a slice of a parameter as a mesh holds it: blocks in their stages' rows, vocabulary padded;
         what holds nothing is zero."""
         spans = [range(*each.indices(size)) for each, size in zip(index, parameter.shape, strict=True)]
-        out = np.zeros([len(span) for span in spans], np.float32)
+        out = zeros(tuple(len(span) for span in spans))
         if parameter.dims[0] == LAYERS:
             rows = parameter.rows or range(parameter.shape[0])
             for place, row in enumerate(spans[0]):
                 if rows[row] >= 0:
-                    out[place] = self.layer(name, rows[row])[index[1:]]
+                    copy(out[place], self.layer(name, rows[row])[index[1:]])
             return out
         held = self.layer(name, None)[spans[0].start : spans[0].stop]
-        out[: len(held)] = held[(slice(None), *index[1:])]
+        copy(out[: len(held)], held[(slice(None), *index[1:])])
         return out

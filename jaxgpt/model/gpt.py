@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.model import replaced
 from jaxgpt.model.attention import attention
 from jaxgpt.model.elementwise import activation, dropout, gated, norm, rope_frequencies, rotary
 from jaxgpt.model.taps import tap
@@ -59,7 +60,10 @@ def context(
 
 
 def _norm(config: ModelConfig, w: Weights, name: str, x: jax.Array) -> jax.Array:
-    return norm(x, w[f"{name}.scale"], w.get(f"{name}.bias"), config.norm, config.norm_epsilon)
+    scale, bias = w[f"{name}.scale"], w.get(f"{name}.bias")
+    if (own := replaced.active().norm) is not None:
+        return own(x, scale, bias).astype(x.dtype)
+    return norm(x, scale, bias, config.norm, config.norm_epsilon)
 
 
 def _linear(x: jax.Array, w: Weights, name: str, out: str) -> jax.Array:
@@ -115,19 +119,38 @@ def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel
         k = norm(k, w["attention.key_norm.scale"], None, "rmsnorm", config.norm_epsilon)
     if c.cos is not None and c.sin is not None:
         q, k = rotary(q, c.cos, c.sin), rotary(k, c.cos, c.sin)
-    attended = kernel(q, k, v) if callable(kernel) else attention(q, k, v, kernel, config.window)
-    o = checkpoint_name(attended, "attended")
+    o = checkpoint_name(_attended(config, q, k, v, kernel), "attended")
     return _linear(o, w, "attention.out", RESIDUAL)
 
 
+def _attended(config: ModelConfig, q: jax.Array, k: jax.Array, v: jax.Array, kernel: str | Attend) -> jax.Array:
+    if callable(kernel):
+        return kernel(q, k, v)
+    if (own := replaced.active().attention) is not None:
+        return replaced.attention(own, q, k, v)
+    return attention(q, k, v, kernel, config.window)
+
+
 def _mlp(config: ModelConfig, w: Weights, h: jax.Array) -> jax.Array:
+    def up(h: jax.Array) -> jax.Array:
+        out = "batch length branch mlp" if config.gated else "batch length mlp"
+        return checkpoint_name(_linear(h, w, "mlp.in", out), "mlp_in")
+
+    def down(x: jax.Array) -> jax.Array:
+        return _linear(x, w, "mlp.down", RESIDUAL)
+
+    if (own := replaced.active().mlp) is not None:
+        return own(h, up, down)
+    return down(_activated(config, up(h)))
+
+
+def _activated(config: ModelConfig, x: jax.Array) -> jax.Array:
+    own = replaced.active().activation
+    if own is None:
+        return (gated if config.gated else activation)(x, config.activation)
     if config.gated:
-        x = _linear(h, w, "mlp.in", "batch length branch mlp")
-        x = gated(checkpoint_name(x, "mlp_in"), config.activation)
-    else:
-        x = _linear(h, w, "mlp.in", "batch length mlp")
-        x = activation(checkpoint_name(x, "mlp_in"), config.activation)
-    return _linear(x, w, "mlp.down", RESIDUAL)
+        return replaced.activation(own, x[..., 0, :]) * x[..., 1, :]
+    return replaced.activation(own, x)
 
 
 def block(

@@ -1,6 +1,7 @@
 """Arrays drawn as they lie on the devices of a mesh: equal numbers, and colours, are copies of one part."""
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxgpt.sharding.rows import AXES
 from jaxgpt.sharding.sbp import S, sbp
 
 
@@ -41,6 +43,19 @@ def draw(name: str, array: jax.Array, dims: Sequence[str]) -> Drawn:
     return Drawn(name, array.shape, ", ".join(split) or "B", parts)
 
 
+_PLACE = re.compile(rf"\b({'|'.join(AXES)}): (?:S\([^()]*\)|P\b|varies)")
+
+
+def coloured(text: str) -> str:
+    """A text as HTML, in which what "tensor: S(heads)" says of an axis has the axis' colour."""
+
+    def place(found: re.Match[str]) -> str:
+        hue = 360 * AXES.index(found[1]) // len(AXES)
+        return f'<span style="color:#000;background:hsl({hue},70%,85%);padding:0 3px">{found[0]}</span>'
+
+    return _PLACE.sub(place, html.escape(text))
+
+
 @dataclass(frozen=True)
 class Drawing:
     """Arrays of one mesh as a table: plain in a terminal, in colours in a notebook."""
@@ -62,7 +77,7 @@ class Drawing:
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td><code>{html.escape(r.name)}</code></td><td>{' x '.join(map(str, r.shape))}</td>"
-            f"<td>{html.escape(r.signature)}</td><td>{self._cells(r)}</td></tr>"
+            f"<td>{coloured(r.signature)}</td><td>{self._cells(r)}</td></tr>"
             for r in self.rows
         )
         head = "<tr><th>parameter</th><th>shape</th><th>layout</th><th>part on each device</th></tr>"

@@ -46,14 +46,18 @@ def measure(
     *,
     limit: int | None = None,
     size: int | None = None,
+    stride: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Figures | None:
     """The mean loss of the tokens of one or several texts, in one pass; None where `stopped` says so meanwhile.
 
     limit: most tokens read, spread evenly over each text. size: UTF-8 bytes of all texts, for bits per byte.
+    stride: how far a window of the context's length moves on: every token is predicted once, with context - stride
+    tokens before it at least, or all that there are; None: windows that do not overlap.
     """
     values: list[tuple[float, int]] = []
-    for inputs, targets in validation_batches(tokens, program.config.model.seq, program.micro_batch, limit):
+    seq, batch = program.config.model.seq, program.micro_batch
+    for inputs, targets in validation_batches(tokens, seq, batch, limit, stride):
         if stopped():
             return None
         # Read before the next is dispatched: two programs in flight, neither waiting for the other's result, can each

@@ -1,4 +1,4 @@
-"""Training on in memory: from parameters that are there, on a text, with a line or a bar that says how far it is."""
+"""Training on in memory: from parameters that are there, on a text, shown while it runs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import optax
 
 from jaxgpt.config import RunConfig
 from jaxgpt.data import Tokenizer, open_text, training_batch
 from jaxgpt.errors import require
 from jaxgpt.sharding import mesh
+from jaxgpt.training.live import shown
+from jaxgpt.training.own_optimizer import OwnOptimizer
 from jaxgpt.training.program import Program
 
 
@@ -32,26 +34,28 @@ def fit(
     data: str,
     steps: int,
     quiet: bool = False,
+    optimizer: optax.GradientTransformation | None = None,
     **fields: Any,
 ) -> Fitted:
     """Trains copies of the parameters; params themselves stay as they are.
 
     data: as --data. fields: fields of RunConfig, such as lr, global_batch or seed; what is not given is the run's own,
-    but for the learning rate, whose warm-up is at most a tenth of the steps. The optimizer begins anew.
+    but for the learning rate, whose warm-up is at most a tenth of the steps. The optimizer begins anew. optimizer: one
+    of the user's own, in the place of AdamW, its schedule and clipping.
     Raises UserError where text or batch do not fit.
     """
     config = _config(program.config, steps, fields)
     mesh.check(config, program.sizes)
     tokens = open_text(data, tokenizer).tokens
-    own = Program(config, program.mesh)
-    state = own.begin_with({name: array.copy() for name, array in params.items()})
-    losses = []
-    with _bar(quiet) as bar:
-        task = bar.add_task("fit", total=steps, loss=float("nan"))
+    own = Program(config, program.mesh, program.replaced)
+    trained: Program | OwnOptimizer = own if optimizer is None else OwnOptimizer(own, optimizer)
+    state = trained.begin_with({name: array.copy() for name, array in params.items()})
+    losses: list[float] = []
+    with shown(steps, quiet) as told:
         for batch in _batches(tokens, config):
-            state, metrics = own.step(state, own.place(batch))
+            state, metrics = trained.step(state, own.place(batch))
             losses.append(float(metrics["loss"]))
-            bar.update(task, advance=1, loss=losses[-1])
+            told.step(losses)
     return Fitted(state["params"], losses)
 
 
@@ -71,11 +75,3 @@ def _batches(tokens: np.ndarray, config: RunConfig) -> Iterator[dict[str, np.nda
     for step in range(config.steps):
         drawn = training_batch(tokens, config.model.seq, config.seed, step * count, count)
         yield {"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}
-
-
-def _bar(quiet: bool) -> Progress:
-    """Rich draws it in a terminal and in a notebook alike."""
-    loss = TextColumn("loss {task.fields[loss]:.4f}")
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn(), disable=quiet
-    )

@@ -12,8 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxgpt.config import RunConfig
 from jaxgpt.inference.decoder import Decoder
 from jaxgpt.inference.decoding import Decoding, Writing
+from jaxgpt.inference.rereading import Rereading
 from jaxgpt.model.attention import kernel_for
 from jaxgpt.model.parameters import Parameter, parameters, placed, start
+from jaxgpt.model.replaced import NOTHING, Replaced
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.schedule import Schedule
 from jaxgpt.sharding.layout import Layout
@@ -30,6 +32,8 @@ class Program:
 
     config: RunConfig
     mesh: Mesh
+    replaced: Replaced = NOTHING
+    """Functions in the place of the model's."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -49,7 +53,7 @@ class Program:
     @cached_property
     def step_of(self) -> Step:
         dtype = jnp.bfloat16 if self.dtype == "bf16" else jnp.float32
-        return Step(self.config, self.sizes, dtype, kernel_for(self.platform, self.dtype))
+        return Step(self.config, self.sizes, dtype, kernel_for(self.platform, self.dtype), self.replaced)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -242,8 +246,22 @@ class Program:
         return Decoder(self.step_of, self.mesh)
 
     def decoding(self, params: Arrays) -> Writing:
-        """These parameters, ready to write texts."""
+        """These parameters, ready to write texts: with a cache, unless attention is the user's own."""
+        if self.replaced.attention is not None:
+            return Rereading(partial(self.whole_logits, params), self.config.model)
         return Decoding(self.decoder, params)
+
+    def whole_logits(self, params: Arrays, tokens: np.ndarray) -> jax.Array:
+        """fp32 logits [B, S, padded vocabulary] of tokens [B, S], any B and S, in the order of the text, whole on every
+        device."""
+        logits = self.logits(params, self.place_tokens(self.padded(tokens)))
+        whole = jax.device_put(logits, NamedSharding(self.mesh, PartitionSpec()))
+        return self.text_order(whole)[: tokens.shape[0], : tokens.shape[1]]
+
+    def padded(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens [B, S] with rows and columns added up to what the mesh divides them by."""
+        rows, columns = (-size % divisor for size, divisor in zip(tokens.shape, self.divisors, strict=True))
+        return np.pad(tokens, ((0, rows), (0, columns)))
 
     def place_tokens(self, tokens: np.ndarray) -> jax.Array:
         """Tokens [B, S] on the devices; B and S multiples of what the mesh divides them by (divisors)."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 
 from jaxgpt.config import UNCUT, RunConfig
-from jaxgpt.data import Mixture, Tokenizer, cache_folder, load_tokenizer, open_text
-from jaxgpt.errors import UserError
+from jaxgpt.data import Mixture, Tokenizer, cache_folder, given_tokenizer, load_tokenizer, open_text
+from jaxgpt.errors import UserError, require
 from jaxgpt.inference.sampling import Sampling
 from jaxgpt.inference.text import write
 from jaxgpt.interop import beside, models
@@ -112,14 +112,17 @@ def _source(run: Path, config: RunConfig) -> models.Model | None:
     return models.open_model(Path(config.init_from), config.model)
 
 
-def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
+def evaluate(run: Path, data: str | None = None, mesh: str = "", stride: int | None = None) -> Figures:
     """Loss, perplexity, bits per byte and tokens counted of a run's last checkpoint, or of a model of somebody else's,
     printed and returned.
 
-    data: a text, read in full; None: the run's own validation part. mesh: any; empty: all devices on data.
+    data: a text, read in full; None: the run's own validation part. mesh: any; empty: all devices on data. stride: of
+    a sliding window; see evaluation.measure.
     """
     console = Console()
     trained = open_trained(run, mesh, console)
+    seq = trained.config.model.seq
+    require(stride is None or 1 <= stride <= seq, "--stride", stride, f"must be at least 1 and at most {seq}")
     if data is None and is_model(run):
         raise UserError(f"--data: is not given, and {run} is no run, which would have a text of its own")
     if data is None:
@@ -132,7 +135,7 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "") -> Figures:
             raise UserError(f"{run}: has no tokenizer; put its tokenizer.json there")
         opened = open_text(data, trained.tokenizer)
         tokens, size, text = [opened.tokens], opened.bytes, opened.description
-    found = measure(trained.program, trained.params, tokens, size=size)
+    found = measure(trained.program, trained.params, tokens, size=size, stride=stride)
     if found is None:
         raise RuntimeError("an evaluation that nobody stops has stopped")
     console.table(f"{run}, step {trained.step}, on {text}", found.rows())
@@ -164,6 +167,17 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     tokenizer = run / "tokenizer"
     files = beside.read(tokenizer)
     return Trained(config, program, restored.state["params"], restored.step, load_tokenizer(tokenizer), files)
+
+
+def open_new(config: RunConfig, console: Console) -> Trained:
+    """The parameters that a run of this configuration begins with, on its mesh. Raises UserError where that does not
+    fit."""
+    tokenizer = given_tokenizer(config.tokenizer)
+    if tokenizer is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab=tokenizer.size))
+    devices, sizes = _devices(config, console)
+    program = Program(config, mesh.build(sizes, devices))
+    return Trained(config, program, program.init()["params"], 0, tokenizer, {})
 
 
 def _devices(config: RunConfig, console: Console, training: bool = True) -> tuple[list[jax.Device], mesh.Sizes]:

@@ -20,6 +20,7 @@ from jaxgpt.model.elementwise import dropout_key
 from jaxgpt.model.fuse import fuse, fused_dims, unfuse_gradients
 from jaxgpt.model.gpt import POLICIES, Context, block, context, embed, final_norm
 from jaxgpt.model.parameters import parameters
+from jaxgpt.model.replaced import NOTHING, Replaced, replaced
 from jaxgpt.model.vocabulary import head_logits, lookup, loss_sum
 from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.loop import run
@@ -50,6 +51,8 @@ class Step:
     sizes: dict[str, int]
     dtype: Any
     kernel: str
+    replaced: Replaced = NOTHING
+    """Functions in the place of the model's."""
 
     @property
     def model(self) -> ModelConfig:
@@ -221,13 +224,22 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def on_mesh(
-    step: Step, mesh: Mesh, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
+    step: Step,
+    mesh: Mesh,
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    outputs: Any,
+    split_sequence: bool = True,
 ) -> Callable[..., Any]:
-    """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts."""
+    """function, written for one device, over the mesh; inputs, outputs: the manual part of the layouts.
+
+    split_sequence: whether the sequence lies split where the layout splits it; else every device has all of it.
+    """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
+    sequence = step.layout.sequence if split_sequence else None
 
     def inside(*args: Any) -> Any:
-        with layout(step.layout.typed(), step.layout.sequence, step.layout.shared(), on_cpu):
+        with layout(step.layout.typed(), sequence, step.layout.shared(), on_cpu), replaced(step.replaced):
             return function(*args)
 
     return shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(MANUAL))
