@@ -53,7 +53,8 @@ def test_gradients_and_weights_are_read_from_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "names"), [("selective", {"qkv", "attended", "mlp_in", "attention_added"}), ("full", set())]
+    ("recompute", "names"),
+    [("selective", {"qkv", "attended", "attention_sums", "mlp_in", "attention_added"}), ("full", set())],
 )
 def test_what_is_kept_has_the_names_of_the_policy(recompute: str, names: set[str]):
     found = small("data=2,tensor=2", LLAMA, recompute=recompute, dtype="bf16")

@@ -10,7 +10,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxgpt.config import RunConfig
-from jaxgpt.data import Tokenizer, open_text, training_batch
+from jaxgpt.data import Text, Tokenizer, loader, open_text
 from jaxgpt.errors import require
 from jaxgpt.sharding import mesh
 from jaxgpt.training.program import Program
@@ -42,13 +42,13 @@ def fit(
     """
     config = _config(program.config, steps, fields)
     mesh.check(config, program.sizes)
-    tokens = open_text(data, tokenizer).tokens
+    text = open_text(data, tokenizer)
     own = Program(config, program.mesh)
     state = own.begin_with({name: array.copy() for name, array in params.items()})
     losses = []
     with _bar(quiet) as bar:
         task = bar.add_task("fit", total=steps, loss=float("nan"))
-        for batch in _batches(tokens, config):
+        for batch in _batches(text, config):
             state, metrics = own.step(state, own.place(batch))
             losses.append(float(metrics["loss"]))
             bar.update(task, advance=1, loss=losses[-1])
@@ -66,11 +66,15 @@ def _config(config: RunConfig, steps: int, fields: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(wanted, **fields)
 
 
-def _batches(tokens: np.ndarray, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-    count = config.global_batch
+def _batches(text: Text, config: RunConfig) -> Iterator[loader.Batch]:
+    tokens, seq, count = text.tokens, config.model.seq, config.global_batch
     for step in range(config.steps):
-        drawn = training_batch(tokens, config.model.seq, config.seed, step * count, count)
-        yield {"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}
+        first = step * count
+        drawn = loader.training_batch(tokens, seq, config.seed, first, count)
+        places = np.arange(first, first + count)
+        starts = loader.sample_starts(len(tokens), loader.samples_in(tokens, seq), seq, config.seed, places)
+        begins = loader.begins(text.documents, starts, seq + 1)
+        yield loader.at_edges(drawn[:, :-1], drawn[:, 1:], begins, config.documents)
 
 
 def _bar(quiet: bool) -> Progress:
