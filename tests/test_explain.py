@@ -17,8 +17,10 @@ from jaxgpt.explain import Explanation, difference, explain, tables, to_json
 from jaxgpt.model.parameters import parameters
 from jaxgpt.planner import absent
 from jaxgpt.presets import preset
+from jaxgpt.sharding.jaxprs import live
 from jaxgpt.sharding.ledger import Total, totals
 from jaxgpt.sharding.ledger_names import dimension_names
+from jaxgpt.training import parity
 
 pytestmark = pytest.mark.core
 
@@ -62,6 +64,20 @@ def test_what_is_kept_has_the_names_of_the_policy(recompute: str, names: set[str
     assert {each.turns for each in found.kept} == {LLAMA.layers}
     rows = dict(tables(found))["kept from forward to backward: bytes a device and block; " + _kept_size(found)]
     assert rows[0][:3] == ("input", "bf16 16 x 16 x 32", "data: S(batch)")
+
+
+def test_attention_is_kept_once_and_not_run_again_by_selective_recomputation():
+    config = run_config(LLAMA, dtype="bf16")
+    found = small("data=2,tensor=2", LLAMA, dtype="bf16")
+    heads = [each.name for each in found.kept if each.shape[2:] == (LLAMA.heads, LLAMA.head)]
+    assert len(heads) == 2  # queries and the output
+    assert heads.count("attended") == 1
+    assert [each.dtype for each in found.kept if each.name == "attention_sums"] == ["f32"]
+    runs = {}
+    for recompute in ("none", "selective", "full"):
+        program = parity.program(dataclasses.replace(config, recompute=recompute), "data=1")
+        runs[recompute] = str(live(program.traced.jaxpr)).count(" log ")  # once in attention, once in the head
+    assert runs["selective"] == runs["none"] == runs["full"] - 1
 
 
 def _kept_size(found: Explanation) -> str:
