@@ -122,10 +122,12 @@ _placed.defvjp(lambda x, table, places: (_placed(x, table, places), (table, plac
 def embed(config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: Context) -> Float[Array, "B S D"]:
     """Token embeddings, already looked up, to the first block's input. w: of `embedding`."""
     x = looked_up
-    if config.positions == "learned" and c.starts is None:
-        x = _positioned(x, relayout(w["position.weight"].at[c.positions].get(mode="clip"), "seq embed"))
-    elif config.positions == "learned":
-        x = _placed(x, w["position.weight"], relayout(c.positions - c.starts, "batch seq"))
+    if config.positions == "learned":
+        table = w["position.weight"]
+        if c.starts is None:
+            x = _positioned(x, relayout(table.at[c.positions].get(mode="clip"), "seq embed"))
+        else:
+            x = _placed(x, table, relayout(c.positions - c.starts, "batch seq"))
     return _dropout(config, x, c, 0, 0)
 
 
