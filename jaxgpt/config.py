@@ -183,8 +183,9 @@ class RunConfig:
     """A Hugging Face folder or a GGUF file whose model is trained on; empty: parameters are drawn."""
     validation: float = 0.05
     """Share of the tokens, at the end, that is kept for validation."""
-    documents: Literal["joined", "masked"] = "joined"
-    """Where a document ends inside of a sample: the next one's first token is predicted, or no target."""
+    documents: Literal["joined", "masked", "separate"] = "joined"
+    """Where a document ends inside of a sample: the next one's first token is predicted; or no target; or that, and
+    attention and positions begin anew."""
     mesh: str = ""
     """Axes and sizes, "data=2,fsdp=2,tensor=2"; one may be -1; empty: all devices on data."""
     steps: int = 300

@@ -90,12 +90,13 @@ def explain(config: RunConfig, compiled: str | None = None) -> Explanation:
         config = dataclasses.replace(config, dtype="bf16" if on_gpu else "fp32")
         notes.append(f"computation in {config.dtype}, as on {'GPUs' if on_gpu else 'CPUs'}")
     program = Program(config, mesh.build(sizes, _devices(compiled, config, sizes, notes)))
+    notes += [program.fallback] if program.fallback else []
     traced = program.traced.jaxpr
     return Explanation(
         config=config,
         sizes=sizes,
         dtype=program.dtype,
-        kernel=program.step_of.kernel,
+        kernel=program.kernel,
         stored=_stored(program),
         kept=kept(traced, sizes),
         loops=outer_loops(traced, sizes),

@@ -41,8 +41,9 @@ class TrainFlags:
     Empty: parameters are drawn."""
     validation: float
     """Share of the tokens, at the end, kept for validation."""
-    documents: Literal["joined", "masked"]
-    """Where a document ends inside of a sample: the next one's first token is predicted, or masked in the loss."""
+    documents: Literal["joined", "masked", "separate"]
+    """Where a document ends inside of a sample: the next one's first token is predicted; or masked in the loss; or
+    that, and attention and positions begin anew, so that no document sees another."""
     mesh: str
     """Axes and sizes, such as data=2,fsdp=2,tensor=2; one may be -1; empty: all devices on data; auto (train alone):
     the fastest plan for the devices that are here."""

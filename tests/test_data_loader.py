@@ -72,7 +72,7 @@ def test_text_shorter_than_one_sample(count):
 @pytest.mark.parametrize("count", [2, 8, 9, 10, 25, 64, 65, 100])
 def test_every_token_but_the_first_is_a_target_once(count, batch):
     seen = []
-    for inputs, targets in validation_batches(tokens(count), 8, batch):
+    for inputs, targets in map(dict.values, validation_batches(tokens(count), 8, batch)):
         assert inputs.shape == targets.shape == (batch, 8)
         assert inputs.dtype == targets.dtype == np.int32
         known = targets != NO_TARGET
@@ -87,7 +87,7 @@ def test_a_limit_takes_rows_spread_over_the_text():
     text = tokens(801)
 
     def starts(limit):
-        return [row[0] for inputs, _ in validation_batches(text, 8, 1, limit) for row in inputs.tolist()]
+        return [row[0] for each in validation_batches(text, 8, 1, limit) for row in each["inputs"].tolist()]
 
     assert len(starts(None)) == len(starts(800)) == len(starts(10_000)) == 100
     chosen = starts(87)
@@ -96,7 +96,7 @@ def test_a_limit_takes_rows_spread_over_the_text():
     assert starts(87) == chosen
     assert len(set(starts(333))) == 41
     assert len(starts(1)) == 1
-    targets = [targets for _, targets in validation_batches(text, 8, 4, 87)]
+    targets = [each["targets"] for each in validation_batches(text, 8, 4, 87)]
     assert [(rows != NO_TARGET).sum() for rows in targets] == [32, 32, 16]
 
 

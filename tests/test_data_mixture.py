@@ -106,7 +106,7 @@ def test_a_tokenizer_is_made_from_all_sources_once(here):
 # Where documents end
 
 
-def test_segments_and_positions_and_targets_stop_at_a_documents_edge(here):
+def test_starts_and_targets_stop_at_a_documents_edge(here):
     draw = np.random.default_rng(0)
     lengths = draw.integers(1, 20, 300)
     # the token of a document is its number, so that what it sees of another one shows
@@ -118,15 +118,14 @@ def test_segments_and_positions_and_targets_stop_at_a_documents_edge(here):
     found = mixture.batch(16, 0, positions, "separate")
     np.testing.assert_array_equal(joined["inputs"], found["inputs"])
     np.testing.assert_array_equal(masked["targets"], found["targets"])
-    assert set(found) == {"inputs", "targets", "segments", "positions"}
+    assert set(found) == {"inputs", "targets", "starts"}
     assert set(masked) == {"inputs", "targets"}
     crossing = joined["targets"] != joined["inputs"]
     assert 0 < crossing.sum() < crossing.size
     np.testing.assert_array_equal(masked["targets"], np.where(crossing, NO_TARGET, joined["targets"]))
-    for inputs, segment, position in zip(found["inputs"], found["segments"], found["positions"], strict=True):
-        runs = np.cumsum(np.diff(inputs, prepend=inputs[0]) != 0)
-        assert segment.tolist() == runs.tolist()
-        assert position.tolist() == [i - runs.tolist().index(run) for i, run in enumerate(runs.tolist())]
+    for inputs, starts in zip(found["inputs"], found["starts"], strict=True):
+        runs = np.cumsum(np.diff(inputs, prepend=inputs[0]) != 0).tolist()
+        assert starts.tolist() == [runs.index(run) for run in runs]
 
 
 def test_empty_documents_and_none_at_all():
@@ -140,10 +139,10 @@ def test_lines_are_documents(here):
     (here / "x.jsonl").write_text("".join(json.dumps({"text": f"{i:03}"}) + "\n" for i in range(300)))
     batch = opened("x.jsonl").batch(32, 0, np.arange(20), "separate")
     # three digits and the boundary of two line ends
-    for inputs, segments in zip(batch["inputs"], batch["segments"], strict=True):
+    for inputs, starts in zip(batch["inputs"], batch["starts"], strict=True):
         text = bytes(inputs.tolist()).decode()
-        for segment in range(1, segments.max()):
-            assert text[segments.tolist().index(segment) :][:5].endswith("\n\n")
+        for start in sorted(set(starts.tolist()))[1:-1]:
+            assert text[start:][:5].endswith("\n\n")
 
 
 # Validation
@@ -151,10 +150,30 @@ def test_lines_are_documents(here):
 
 def test_every_validation_token_of_every_source_is_a_target_once(here):
     mixture = opened(BLEND)
-    targets = np.concatenate([t[t != NO_TARGET] for _, t in validation_batches(mixture.validation, SEQ, 4)])
+    batches = [each["targets"] for each in validation_batches(mixture.validation, SEQ, 4)]
+    targets = np.concatenate([t[t != NO_TARGET] for t in batches])
     assert len(targets) == sum(len(part) - 1 for part in mixture.validation)
     for part in mixture.validation:
         assert (targets == part[0]).sum() == len(part) - 1
-    limited = [t for _, t in validation_batches(mixture.validation, SEQ, 4, 200)]
+    limited = [each["targets"] for each in validation_batches(mixture.validation, SEQ, 4, 200)]
     assert 150 <= sum((t != NO_TARGET).sum() for t in limited) <= 200
     assert mixture.validation_bytes == sum(map(len, mixture.validation))
+
+
+def test_validation_knows_its_documents(here):
+    lengths = np.random.default_rng(1).integers(1, 20, 300)
+    megatron.write(here / "m", [np.full(n, i % 250) for i, n in enumerate(lengths)], 256)
+    (here / "x.jsonl").write_text("".join(json.dumps({"text": f"{i:03}"}) + "\n" for i in range(300)))
+    for source, begins in (("m", lambda a, b: a != b), ("x.jsonl", lambda a, b: (a == 10) & (b != 10))):
+        mixture = opened(source)
+        (part,), documents = mixture.validation, mixture.validation_documents
+        edge = begins(part[:-1].astype(int), part[1:].astype(int))  # whether the next token is another document's
+        assert 0 < edge.sum() < len(edge)
+        for edges in ("joined", "masked", "separate"):
+            found = list(validation_batches([part], SEQ, 4, documents=documents, edges=edges))
+            counted = np.concatenate([each["targets"] for each in found]).ravel()[: len(edge)] != NO_TARGET
+            assert counted.tolist() == (np.ones(len(edge), bool) if edges == "joined" else ~edge).tolist()
+        starts = np.concatenate([each["starts"] for each in found])
+        begun = (starts == np.arange(SEQ)).ravel()
+        for place in range(1, len(edge)):
+            assert begun[place] == edge[place - 1] or place % SEQ == 0

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from fractions import Fraction
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from tiny import GPT, LLAMA, run_config
@@ -17,8 +17,10 @@ from jaxgpt.explained import Explanation, difference, explain, tables, to_json
 from jaxgpt.model.parameters import parameters
 from jaxgpt.planner import absent
 from jaxgpt.presets import preset
+from jaxgpt.sharding.jaxprs import branches, inner, live
 from jaxgpt.sharding.ledger import Total, totals
 from jaxgpt.sharding.ledger_names import dimension_names
+from jaxgpt.training import parity
 
 pytestmark = pytest.mark.core
 
@@ -53,7 +55,8 @@ def test_gradients_and_weights_are_read_from_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "names"), [("selective", {"qkv", "attended", "mlp_in", "attention_added"}), ("full", set())]
+    ("recompute", "names"),
+    [("selective", {"qkv", "attended", "attention_sums", "mlp_in", "attention_added"}), ("full", set())],
 )
 def test_what_is_kept_has_the_names_of_the_policy(recompute: str, names: set[str]):
     found = small("data=2,tensor=2", LLAMA, recompute=recompute, dtype="bf16")
@@ -61,6 +64,26 @@ def test_what_is_kept_has_the_names_of_the_policy(recompute: str, names: set[str
     assert {each.turns for each in found.kept} == {LLAMA.layers}
     rows = dict(tables(found))["kept from forward to backward: bytes a device and block; " + _kept_size(found)]
     assert rows[0][:3] == ("input", "bf16 16 x 16 x 32", "data: S(batch)")
+
+
+def logarithms(jaxpr: Any) -> int:
+    """Equations of a program that are logarithms, in all that runs inside of it."""
+    inside = [part for e in jaxpr.eqns for part in (*branches(e), *(part for part, _ in inner(e)))]
+    return sum(e.primitive.name == "log" for e in jaxpr.eqns) + sum(map(logarithms, inside))
+
+
+def test_attention_is_kept_once_and_not_run_again_by_selective_recomputation():
+    config = run_config(LLAMA, dtype="bf16")
+    found = small("data=2,tensor=2", LLAMA, dtype="bf16")
+    heads = [each.name for each in found.kept if each.shape[2:] == (LLAMA.heads, LLAMA.head)]
+    assert len(heads) == 2  # queries and the output
+    assert heads.count("attended") == 1
+    assert [each.dtype for each in found.kept if each.name == "attention_sums"] == ["f32"]
+    runs = {}
+    for recompute in ("none", "selective", "full"):
+        program = parity.program(dataclasses.replace(config, recompute=recompute), "data=1")
+        runs[recompute] = logarithms(live(program.traced.jaxpr))  # each attention has one, and the head
+    assert runs["selective"] == runs["none"] == runs["full"] - 1
 
 
 def _kept_size(found: Explanation) -> str:

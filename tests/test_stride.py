@@ -8,6 +8,7 @@ from foreign import FAMILIES, drawn, program
 from quickly import unoptimized
 
 from jaxgpt.data import validation_batches
+from jaxgpt.data.megatron import Documents
 from jaxgpt.errors import UserError
 from jaxgpt.interop.export import export
 from jaxgpt.training import run
@@ -15,6 +16,7 @@ from jaxgpt.training.evaluation import measure
 
 SEQ, LENGTH = 16, 45
 TOKENS = np.random.default_rng(0).integers(0, 127, LENGTH).astype(np.int32)
+ONE = Documents(1, np.zeros_like)
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +52,11 @@ def test_a_stride_is_the_loop_over_windows(wanted, mesh):
     of = program(FAMILIES["llama"], mesh, micro_batch=2)
     params = drawn(of)
     for stride, loss in wanted.items():
-        found = measure(of, params, [TOKENS], size=90, stride=stride)
+        found = measure(of, params, [TOKENS], [ONE], size=90, stride=stride)
         assert found.tokens == LENGTH - 1
         assert found.loss == pytest.approx(loss, rel=1e-5)
         assert found.bits_per_byte == pytest.approx(loss * (LENGTH - 1) / math.log(2) / 90, rel=1e-5)
-    assert measure(of, params, [TOKENS]).loss == pytest.approx(wanted[SEQ], rel=1e-5)
+    assert measure(of, params, [TOKENS], [ONE]).loss == pytest.approx(wanted[SEQ], rel=1e-5)
 
 
 @pytest.mark.parametrize("length", [2, SEQ, SEQ + 1, SEQ + 2, 40, 49])
@@ -62,7 +64,7 @@ def test_a_stride_is_the_loop_over_windows(wanted, mesh):
 def test_each_token_is_a_target_once_with_enough_before_it(length, stride):
     tokens = np.arange(length, dtype=np.int32)
     seen = []
-    for inputs, targets in validation_batches(tokens, SEQ, 3, stride=stride):
+    for inputs, targets in map(dict.values, validation_batches(tokens, SEQ, 3, stride=stride)):
         for row, wanted in zip(inputs, targets, strict=True):
             for place in np.flatnonzero(wanted >= 0):
                 assert wanted[place] == row[place] + 1

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
@@ -15,6 +15,11 @@ from jaxgpt.errors import UserError
 
 NO_TARGET = -1
 """The target where there is nothing to predict."""
+
+Batch = dict[str, np.ndarray]
+Edges = Literal["joined", "masked", "separate"]
+"""What becomes of the places where a document ends inside of a row: nothing; the first token of the next one is no
+target; that, and it is told of each token where its document begins."""
 
 T = TypeVar("T")
 
@@ -73,16 +78,29 @@ def begins(documents: Documents, starts: Int64[np.ndarray, " n"], length: int) -
     return found
 
 
-def segments(
-    begins: Bool[np.ndarray, "n length"],
-) -> tuple[Int32[np.ndarray, "n length"], Int32[np.ndarray, "n length"]]:
-    """(segment, position) of each token of rows in which documents begin at these places.
-
-    Segments count a row's documents from 0; positions count a document's tokens in the row from 0.
-    """
+def starts(begins: Bool[np.ndarray, "n length"]) -> Int32[np.ndarray, "n length"]:
+    """The place in its row at which the document of each token begins, of rows in which documents begin at these
+    places: 0 for one that began before. Tokens of one document have the same, and no others."""
     places = np.arange(begins.shape[1], dtype=np.int32)
-    last = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    return np.cumsum(begins, axis=1, dtype=np.int32), (places - last).astype(np.int32)
+    return np.maximum.accumulate(np.where(begins, places, np.int32(0)), axis=1)
+
+
+def at_edges(
+    inputs: Int32[np.ndarray, "n seq"],
+    targets: Int32[np.ndarray, "n seq"],
+    begins: Bool[np.ndarray, "n seq+1"] | None,
+    edges: Edges,
+) -> Batch:
+    """{"inputs", "targets"} as edges says, with "separate" also {"starts"} of the inputs.
+
+    begins: whether a document begins at each input and at the token after the last; None where edges are "joined".
+    """
+    found = {"inputs": inputs, "targets": targets}
+    if begins is not None and edges != "joined":
+        found["targets"] = np.where(begins[:, 1:], np.int32(NO_TARGET), targets)
+        if edges == "separate":
+            found["starts"] = starts(begins[:, :-1])
+    return found
 
 
 def validation_batches(
@@ -91,8 +109,12 @@ def validation_batches(
     batch: int,
     limit_tokens: int | None = None,
     stride: int | None = None,
-) -> Iterator[tuple[Int32[np.ndarray, "{batch} {seq}"], Int32[np.ndarray, "{batch} {seq}"]]]:
-    """(inputs, targets) in which each token but the first is a target once; targets are -1 where there is none.
+    documents: Documents | None = None,
+    edges: Edges = "joined",
+) -> Iterator[Batch]:
+    """{"inputs", "targets"}, int32 [batch, seq], in which each token but the first is a target once; targets are -1
+    where there is none. With edges that are not "joined", the first token of a document is none, and batches are as
+    at_edges has them; documents says where these begin.
 
     The last row and the last batch are filled up, so that a sum over the targets that are not -1, divided by their
     number, is the exact mean. limit_tokens: at most so many targets, in rows spread evenly over the text, the same
@@ -107,10 +129,14 @@ def validation_batches(
     taken = rows if limit_tokens is None else min(rows, max(1, limit_tokens // seq))
     # The middle of each of `taken` equal stretches.
     chosen = (2 * np.arange(taken) + 1) * rows // (2 * taken)
-    return (_rows(tokens, seq, step, chosen[at : at + batch], batch) for at in range(0, taken, batch))
+    known = documents if edges != "joined" else None
+    taken_rows = (chosen[at : at + batch] for at in range(0, taken, batch))
+    return (_rows(tokens, seq, step, each, batch, known, edges) for each in taken_rows)
 
 
-def _rows(tokens: np.ndarray, seq: int, step: int, rows: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def _rows(
+    tokens: np.ndarray, seq: int, step: int, rows: np.ndarray, batch: int, documents: Documents | None, edges: Edges
+) -> Batch:
     inputs = np.zeros((batch, seq), np.int32)
     targets = np.full((batch, seq), NO_TARGET, np.int32)
     for row, index in enumerate(rows.tolist()):
@@ -118,7 +144,10 @@ def _rows(tokens: np.ndarray, seq: int, step: int, rows: np.ndarray, batch: int)
         known = seq - step if index else 0  # what the row before has predicted
         inputs[row, : len(sample) - 1] = sample[:-1]
         targets[row, known : len(sample) - 1] = sample[known + 1 :]
-    return inputs, targets
+    edge = np.zeros((batch, seq + 1), bool)
+    if documents is not None:
+        edge[: len(rows)] = begins(documents, rows * step, seq + 1)
+    return at_edges(inputs, targets, edge, edges)
 
 
 class Prefetcher(Generic[T]):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,7 +19,8 @@ from jaxtyping import Int64
 from jaxgpt.data import blend, build, loader, sources, store
 from jaxgpt.data.blend import Part
 from jaxgpt.data.build import Say
-from jaxgpt.data.loader import NO_TARGET
+from jaxgpt.data.loader import Batch, Edges
+from jaxgpt.data.megatron import Documents
 from jaxgpt.data.order import indices_at
 from jaxgpt.data.store import Dataset
 from jaxgpt.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,11 +29,6 @@ from jaxgpt.errors import UserError
 
 _BLOCK = 4096
 """Positions of a source whose samples are computed at once: a few cost as much as many."""
-
-Batch = dict[str, np.ndarray]
-Edges = Literal["joined", "masked", "separate"]
-"""What becomes of the places where a document ends inside of a sample: nothing; the first token of the next one is no
-target; that, and segments and positions say which tokens belong together."""
 
 
 @dataclass(eq=False)
@@ -70,6 +66,11 @@ class Mixture:
     def validation(self) -> list[np.ndarray]:
         """The validation tokens of each source."""
         return [dataset.validation for dataset in self.datasets]
+
+    @property
+    def validation_documents(self) -> list[Documents]:
+        """Where documents begin in them."""
+        return [dataset.validation_documents for dataset in self.datasets]
 
     @property
     def validation_bytes(self) -> int | None:
@@ -133,8 +134,8 @@ class Mixture:
         """{"inputs", "targets"}, int32 [n, seq], of the samples at these positions of the run.
 
         A process may ask for any of them: what it gets does not depend on what else is asked for. With edges
-        "separate" also {"segments", "positions"}, of the inputs. A target is -1 where there is none. Raises UserError
-        where stored tokens are outside of the vocabulary.
+        "separate" also {"starts"}, of the inputs: see loader.at_edges. A target is -1 where there is none. Raises
+        UserError where stored tokens are outside of the vocabulary.
         """
         source, turn = blend.draw(self.weights, positions - self.since)
         tokens = np.empty((len(positions), seq + 1), np.int32)
@@ -149,12 +150,7 @@ class Mixture:
             if dataset.foreign:
                 _refuse_strange(dataset, tokens, rows)
             self.seconds[k] += time.perf_counter() - began
-        found = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-        if begins is not None:
-            found["targets"] = np.where(begins[:, 1:], np.int32(NO_TARGET), found["targets"])
-            if edges == "separate":
-                found["segments"], found["positions"] = loader.segments(begins[:, :-1])
-        return found
+        return loader.at_edges(tokens[:, :-1], tokens[:, 1:], begins, edges)
 
     def _starts(self, k: int, seq: int, seed: int, turns: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """The first token of samples of a source, by its own turns, which are mostly neighbours."""
@@ -264,9 +260,12 @@ def validation_batches(
     batch: int,
     limit_tokens: int | None = None,
     stride: int | None = None,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    documents: Sequence[Documents] | None = None,
+    edges: Edges = "joined",
+) -> Iterator[Batch]:
     """loader.validation_batches of each part in turn; the limit is shared out by their tokens."""
     whole = sum(map(len, parts))
-    for part in parts:
+    for number, part in enumerate(parts):
         limit = None if limit_tokens is None else max(1, limit_tokens * len(part) // whole)
-        yield from loader.validation_batches(part, seq, batch, limit, stride)
+        known = None if documents is None else documents[number]
+        yield from loader.validation_batches(part, seq, batch, limit, stride, known, edges)

@@ -47,7 +47,9 @@ class Dataset:
     validation_bytes: int | None
     """UTF-8 bytes that the validation tokens stand for; the end-of-text token stands for none. None: not known."""
     documents: Documents
-    """Where those of the train part begin."""
+    """Where those of the train part begin ..."""
+    validation_documents: Documents
+    """... and those of the validation part."""
     manifest: dict[str, Any]
     """What the store's manifest.json says, with the source as it was named this time."""
     foreign: bool = False
@@ -74,6 +76,8 @@ class Text:
     tokens: Integer[np.ndarray, " tokens"]
     bytes: int
     """UTF-8 bytes that the tokens stand for."""
+    documents: Documents
+    """Where they begin."""
     description: str
 
 
@@ -126,8 +130,12 @@ def open_text(data: str, tokenizer: Tokenizer) -> Text:
     source = sources.find_documents(data)
     spans = sources.whole(source)
     kind = megatron.kind_for(tokenizer.size)
-    tokens = np.concatenate([part.astype(kind) for part, _ in prepare.encode_spans(spans, tokenizer)])
-    return Text(tokens, text_bytes(spans, tokenizer), source.describe())
+    parts = [(part.astype(kind), end) for part, end in prepare.encode_spans(spans, tokenizer)]
+    ends = np.cumsum([len(part) for part, _ in parts])[[end for _, end in parts]]
+    tokens = np.concatenate([part for part, _ in parts])
+    begin = np.concatenate([[0], ends])
+    documents = Documents(len(begin), lambda which: begin[which])
+    return Text(tokens, text_bytes(spans, tokenizer), documents, source.describe())
 
 
 def given_tokenizer(tokenizer: str | Tokenizer) -> Tokenizer | None:
@@ -230,6 +238,7 @@ def open_store(folder: Path, described: str) -> Dataset:
         validation=validation.tokens,
         validation_bytes=manifest["bytes"]["validation"],
         documents=train.documents,
+        validation_documents=validation.documents,
         manifest=manifest | {"source": described, "folder": str(folder)},
     )
 
@@ -248,11 +257,12 @@ def _open_megatron(data: str, tokenizer: Tokenizer | None, validation: float) ->
         raise files.unreadable(str(error.filename or data), error) from None
     cut = int(len(found.tokens) * (1 - validation))
     train, held_out = found.tokens[:cut], found.tokens[cut:]
-    documents = len(found.indices) - 1
+    documents, before = len(found.indices) - 1, int(found.documents.until(np.array([cut - 1]))[0]) if cut else 0
+    later = Documents(found.documents.count - before, lambda which: found.documents.start(which + before) - cut)
     manifest: dict[str, Any] = {
         "source": f"{data}: Megatron's, {documents:,} documents, {len(found.tokens):,} tokens",
         "tokens": {"train": len(train), "validation": len(held_out)},
-        "documents": {"train": int(found.documents.until(np.array([cut - 1]))[0]) if cut else 0},
+        "documents": {"train": before},
         "dtype": found.tokens.dtype.name,
         "validation": validation,
         "tokenizer": {"name": tokenizer.name, "entries": tokenizer.size, "trained_on_bytes": 0},
@@ -260,7 +270,7 @@ def _open_megatron(data: str, tokenizer: Tokenizer | None, validation: float) ->
         "folder": str(found.path.parent),
     }
     manifest["documents"]["validation"] = documents - manifest["documents"]["train"]
-    return Dataset(tokenizer, train, held_out, None, found.documents, manifest, foreign=True)
+    return Dataset(tokenizer, train, held_out, None, found.documents, later, manifest, foreign=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:

@@ -15,25 +15,29 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.errors import require
 from jaxgpt.model import replaced
 from jaxgpt.model.attention import attention
 from jaxgpt.model.elementwise import activation, dropout, gated, norm, rope_frequencies, rotary
 from jaxgpt.model.taps import tap
-from jaxgpt.sharding.named import linear, relayout
+from jaxgpt.sharding.named import linear, local, psum_over, relayout, varying
 
 Weights = Mapping[str, jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention of another kind than a kernel's, to a cache: (q, k, v) -> output of q's shape."""
 
 RESIDUAL = "batch seq embed"
+POSITIONS = "positions embed"
 
 POLICIES: dict[str, Any] = {
     "none": None,
-    "selective": jax.checkpoint_policies.save_only_these_names("qkv", "attended", "mlp_in", "attention_added"),
+    "selective": jax.checkpoint_policies.save_only_these_names(
+        "qkv", "attended", "attention_sums", "mlp_in", "attention_added"
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """What a block keeps for its backward, by name: none recomputes nothing, selective all but the matrix products'
-results and attention's output, full everything from the block's input."""
+results and what attention made, full everything from the block's input."""
 
 
 class Context(NamedTuple):
@@ -45,18 +49,27 @@ class Context(NamedTuple):
     """Position of each token in the whole sequence."""
     key: UInt32[Array, " 2"]
     """Key of this step's dropout."""
-    cos: Float[Array, "S half"] | None
-    sin: Float[Array, "S half"] | None
+    cos: Float[Array, "*rows S half"] | None
+    sin: Float[Array, "*rows S half"] | None
+    starts: Int[Array, "B S"] | None = None
+    """Where documents are apart: position at which each token's begins. Tokens of one document have the same, and the
+    position of a token in its document is what is left of its own."""
 
 
 def context(
-    config: ModelConfig, samples: Int[Array, " B"], positions: Int[Array, " S"], key: UInt32[Array, " 2"]
+    config: ModelConfig,
+    samples: Int[Array, " B"],
+    positions: Int[Array, " S"],
+    key: UInt32[Array, " 2"],
+    starts: Int[Array, "B S"] | None = None,
 ) -> Context:
-    """Context of a microbatch, with rotary tables where the model has them."""
+    """Context of a microbatch, with rotary tables where the model has them: each sample's own, where documents are
+    apart."""
     if config.positions != "rotary":
-        return Context(samples, positions, key, None, None)
-    angles = positions[:, None] * rope_frequencies(config.rotated, config.rope_base, config.rope_scaling)
-    return Context(samples, positions, key, jnp.cos(angles), jnp.sin(angles))
+        return Context(samples, positions, key, None, None, starts)
+    places = positions if starts is None else positions - starts
+    angles = places[..., None] * rope_frequencies(config.rotated, config.rope_base, config.rope_scaling)
+    return Context(samples, positions, key, jnp.cos(angles), jnp.sin(angles), starts)
 
 
 def _norm(config: ModelConfig, w: Weights, name: str, x: jax.Array) -> jax.Array:
@@ -86,11 +99,40 @@ _positioned.defvjp(  # the sum over the batch in fp32, as for a bias
 )
 
 
+@jax.custom_vjp
+def _placed(x: Float[Array, "B S D"], table: Float[Array, "P D"], places: Int[Array, "B S"]) -> jax.Array:
+    """x with a row of the table added to each token, each device's own tokens."""
+
+    def add(x: jax.Array, table: jax.Array, places: jax.Array) -> jax.Array:
+        return x + table.at[places].get(mode="clip").astype(x.dtype)
+
+    return local(add, (RESIDUAL, POSITIONS, "batch seq"), RESIDUAL)(x, table, places)
+
+
+def _placed_backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """Towards the table a sum in fp32, of each device's own tokens and then over the parts of the sequence."""
+
+    def rows(nothing: jax.Array, places: jax.Array, dy: jax.Array) -> jax.Array:
+        return psum_over("seq", varying(nothing, dy).at[places].add(dy.astype(jnp.float32), mode="clip"))
+
+    table, places = kept
+    zeros = varying(jnp.zeros(table.shape), dy)
+    summed = local(rows, (POSITIONS, "batch seq", RESIDUAL), POSITIONS)(zeros, places, dy)
+    return dy, summed.astype(table.dtype), None
+
+
+_placed.defvjp(lambda x, table, places: (_placed(x, table, places), (table, places)), _placed_backward)
+
+
 def embed(config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: Context) -> Float[Array, "B S D"]:
     """Token embeddings, already looked up, to the first block's input. w: of `embedding`."""
     x = looked_up
     if config.positions == "learned":
-        x = _positioned(x, relayout(w["position.weight"].at[c.positions].get(mode="clip"), "seq embed"))
+        table = w["position.weight"]
+        if c.starts is None:
+            x = _positioned(x, relayout(table.at[c.positions].get(mode="clip"), "seq embed"))
+        else:
+            x = _placed(x, table, relayout(c.positions - c.starts, "batch seq"))
     return _dropout(config, x, c, 0, 0)
 
 
@@ -119,16 +161,20 @@ def _attention(config: ModelConfig, w: Weights, h: jax.Array, c: Context, kernel
         k = norm(k, w["attention.key_norm.scale"], None, "rmsnorm", config.norm_epsilon)
     if c.cos is not None and c.sin is not None:
         q, k = rotary(q, c.cos, c.sin), rotary(k, c.cos, c.sin)
-    o = checkpoint_name(_attended(config, q, k, v, kernel), "attended")
+    o = _attended(config, q, k, v, kernel, c)
     return _linear(o, w, "attention.out", RESIDUAL)
 
 
-def _attended(config: ModelConfig, q: jax.Array, k: jax.Array, v: jax.Array, kernel: str | Attend) -> jax.Array:
+def _attended(
+    config: ModelConfig, q: jax.Array, k: jax.Array, v: jax.Array, kernel: str | Attend, c: Context
+) -> jax.Array:
     if callable(kernel):
         return kernel(q, k, v)
     if (own := replaced.active().attention) is not None:
-        return replaced.attention(own, q, k, v)
-    return attention(q, k, v, kernel, config.window)
+        shown = "separate" if c.starts is not None else "joined"
+        require(c.starts is None, "--documents", shown, "is not known to an attention of one's own", "take joined")
+        return checkpoint_name(replaced.attention(own, q, k, v), "attended")
+    return attention(q, k, v, kernel, config.window, c.starts)
 
 
 def _mlp(config: ModelConfig, w: Weights, h: jax.Array) -> jax.Array:

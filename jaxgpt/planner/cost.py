@@ -39,7 +39,9 @@ class Work:
     to_weights: float
     attention: float
     down: float
-    """Of forward, the last product's."""
+    """Of forward, the last product's ..."""
+    pointwise: float
+    """... and element-wise work's."""
 
     @property
     def backward(self) -> float:
@@ -50,7 +52,7 @@ class Work:
         if recompute == "none":
             return 0.0
         if recompute == "selective":
-            return self.attention
+            return self.attention if practice.repeats_attention else self.pointwise
         return self.forward if practice.repeats_all else self.forward - self.down
 
 
@@ -116,6 +118,11 @@ class Costs:
         """Bytes of a microbatch's residual stream, whole over tensor."""
         return self.kernels.bytes * self.tokens(plan) * self.model.width
 
+    def mask(self, plan: Plan) -> int:
+        """Bytes of the mask that attention is given at once, one for all heads; 0 where it is given none."""
+        queries = self.model.seq // plan.context
+        return self.kernels.bytes * plan.micro_batch * queries * queries if self.practice.masked else 0
+
     # Computation
 
     def block(self, plan: Plan) -> Work:
@@ -150,6 +157,7 @@ class Costs:
             to_weights=sum(product(k, n, tokens) for k, n in shapes) + added,
             attention=forward,
             down=product(tokens, model.width, model.mlp // t),
+            pointwise=pointwise,
         )
 
     def _attention(self, plan: Plan) -> tuple[float, float]:
@@ -160,7 +168,11 @@ class Costs:
         if ways.fused_attention:
             computed = 4.0 * heads * width * queries * flops.keys(model)
             forward = self.kernels.attention(computed, width)
-            return forward, BACKWARD_ATTENTION * forward
+            # a mask is written once, and read by each head up to the diagonal; backward that twice, and its gradient;
+            # over context there is one for each half of another device's keys, too
+            masks, read = self.mask(plan) * (plan.context + 1) / 2, model.heads / plan.tensor / 2
+            made, again = (self.kernels.passes(masks * passes) for passes in (1 + read, 2 + 2 * read))
+            return forward + made, BACKWARD_ATTENTION * forward + again
         scores = self.kernels.bytes * heads * queries * model.seq
         make, use = product(queries, model.seq, width, heads), product(queries, width, model.seq, heads)
         passes = self.kernels.passes
@@ -225,13 +237,15 @@ def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[fl
     values again, and their gradients in fp32. A ring's messages can hide under attention, turn by turn."""
     n = plan.context
     kv = 2 * costs.kernels.bytes * costs.tokens(plan) * costs.kv_heads(plan.tensor) * costs.model.head
+    edges = 4 * costs.tokens(plan) if costs.practice.masked else 0
     if plan.context_attention == "gather":
-        gathered = group.all_gather(n * kv)
+        gathered = group.all_gather(n * (kv + edges))
         return gathered, gathered + group.reduce_scatter(2 * n * kv)
-    turn = group.permute(kv)
-    again = (n - 1) * turn if plan.recompute != "none" else 0.0
+    turn, forward = group.permute(kv), (n - 1) * group.permute(kv + edges)
+    again = forward if plan.recompute == "full" else 0.0
+    backward = again + forward + (2 * (n - 1) + 1) * turn
     hidden = costs.practice.hidden_weights * work.attention
-    return seen((n - 1) * turn, hidden), seen(again + (3 * (n - 1) + 1) * turn, BACKWARD_ATTENTION * hidden)
+    return seen(forward, hidden), seen(backward, BACKWARD_ATTENTION * hidden)
 
 
 def over_weights(costs: Costs, plan: Plan, used: Group, accumulated: Group, work: Work) -> tuple[float, float]:

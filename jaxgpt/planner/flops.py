@@ -35,12 +35,11 @@ def flops_per_token(model: ModelConfig) -> float:
 
 def recomputed_per_token(model: ModelConfig, recompute: Recompute) -> float:
     """FLOPs of one token that recomputation adds in jaxgpt: with full, a block's forward without its last product,
-    whose result its backward does not need; with selective, attention's own."""
-    attention = 4.0 * model.layers * model.heads * model.head * keys(model)
-    if recompute == "none":
+    whose result its backward does not need; with selective none that is counted, since products and attention are
+    kept."""
+    if recompute != "full":
         return 0.0
-    if recompute == "selective":
-        return attention
+    attention = 4.0 * model.layers * model.heads * model.head * keys(model)
     blocks = matrix_weights(model) - model.width * model.vocab
     return 2.0 * (blocks - model.layers * model.mlp * model.width) + attention
 

@@ -108,13 +108,14 @@ class _Compiled:
         inside = self._inside(used > 1, accumulated)
         head = 6 * self._chunk() * self._vocab() + 3 * self._stream()
         at_head = head > inside
+        batch = (12 if costs.practice.masked else 8) * self.microbatches * costs.tokens(plan)
         return Memory(
             parameters=4 * rest + weights + whole_ends,
             gradients=4 * (all_of_it // accumulated),
             optimizer=8 * rest,
             activations=self._activations(),
             logits=4 * ends + (head if at_head else 0),
-            buffers=(0 if at_head else inside) + self._messages() + 8 * self.microbatches * costs.tokens(plan),
+            buffers=(0 if at_head else inside) + self._messages() + batch,
         )
 
     def _stream(self) -> int:
@@ -177,19 +178,17 @@ class _Compiled:
 
     def _kept(self) -> int:
         """Bytes that one block hands from forward to backward, for one microbatch. none: input, both norms' results and
-        the first sum; queries, keys, values, attention's output, which lies in a ring twice, as its kernel's result and
-        as the next product's operand; the feed-forward layer's inside before and after its activation. selective: the
-        products' results and the first sum beside the input. full: the input."""
+        the first sum; queries, keys, values, attention's output and log-sum-exp; the feed-forward layer's inside before
+        and after its activation; the norms' statistics. selective: the products' and attention's results and the first
+        sum beside the input. full: the input."""
         plan, stream, each = self.plan, self._stream(), self._arrays()
         if plan.recompute == "full":
             return stream
-        inside = each.qkv + each.heads + each.mlp_in
+        scalars = 4 * self.costs.tokens(plan)
+        inside = each.qkv + each.heads + scalars * (self.costs.model.heads // plan.tensor) + each.mlp_in
         if plan.recompute == "selective":
             return 2 * stream + inside
-        if plan.pipe > 1:
-            inside += each.heads
-        sums = 4 * self.costs.tokens(plan) * (self.costs.model.heads // plan.tensor + 4)
-        return 4 * stream + inside + each.mlp + sums
+        return 4 * stream + inside + each.mlp + 4 * scalars
 
     def _inside(self, gathered: bool, accumulated: int) -> int:
         """Bytes of a block's arrays while its backward runs; of its weights, where they are gathered for it; and of its
@@ -199,5 +198,6 @@ class _Compiled:
         weights, element = self.costs.block_weights // self.plan.tensor, self.costs.kernels.bytes
         staged = self.plan.pipe > 1
         arrays = INSIDE[self.plan.recompute] * self._width(0.75) + (element * weights if gathered or staged else 0)
+        arrays += 2 * self.costs.mask(self.plan)  # and its gradient, which cuDNN makes as well
         gradients = 4 * weights // 3 + (4 * weights // accumulated if staged else 0)
         return max(arrays, gradients) if self._rings().splits else arrays + gradients

@@ -5,7 +5,7 @@ are counted from their kernels; shares that hide, and what OneFlow holds, are ju
 with the published tables in view.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class Practice:
     """All stages exchange after each tick; else a stage waits only for its neighbour."""
     repeats_all: bool
     """Full recomputation repeats the whole block; else what the backward needs."""
+    repeats_attention: bool
+    """Selective recomputation repeats attention (arXiv 2205.05198); else element-wise work alone."""
     split_messages: bool
     """What is sent to the next stage is split over `tensor`, and gathered there (arXiv 2104.04473, section 4.1)."""
     gradient_bytes: int
@@ -79,6 +81,8 @@ class Practice:
     """Share of the messages between stages that runs beside computation."""
     held: Held | None = None
     """None: what jaxgpt's compiled step holds."""
+    masked: bool = False
+    """Attention is given a mask of every query and key, since documents are apart."""
 
     def __hash__(self) -> int:
         """Of the name alone: a search asks for it thousands of times."""
@@ -96,6 +100,7 @@ JAXGPT = Practice(
     shared_ends=True,
     tied_ticks=True,
     repeats_all=False,
+    repeats_attention=False,
     split_messages=False,
     gradient_bytes=4,
     accumulate_bytes=12.0,
@@ -105,6 +110,15 @@ JAXGPT = Practice(
     hidden_tensor=0.0,
     hidden_pipe=0.0,
 )
+
+SEPARATE = replace(JAXGPT, name="jaxgpt, documents separate", masked=True)
+"""The same where no document sees another."""
+
+
+def ours(documents: str) -> Practice:
+    """jaxgpt's, by what --documents says."""
+    return SEPARATE if documents == "separate" else JAXGPT
+
 
 MEGATRON_2021 = Practice(
     name="Megatron-LM, 2021",
@@ -117,6 +131,7 @@ MEGATRON_2021 = Practice(
     shared_ends=False,
     tied_ticks=False,
     repeats_all=True,
+    repeats_attention=True,
     split_messages=True,
     gradient_bytes=2,
     accumulate_bytes=6.0,
@@ -137,6 +152,7 @@ MEGATRON_2026 = Practice(
     shared_ends=False,
     tied_ticks=False,
     repeats_all=True,
+    repeats_attention=True,
     split_messages=True,
     gradient_bytes=4,
     accumulate_bytes=8.0,
@@ -157,6 +173,7 @@ ONEFLOW_2021 = Practice(
     shared_ends=False,
     tied_ticks=False,
     repeats_all=True,
+    repeats_attention=True,
     split_messages=False,
     gradient_bytes=2,
     accumulate_bytes=6.0,

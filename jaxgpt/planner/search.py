@@ -23,7 +23,7 @@ from jaxgpt.planner.hardware import Dtype, Hardware
 from jaxgpt.planner.legal import Order, Space, Split
 from jaxgpt.planner.memory import fits, peak_memory
 from jaxgpt.planner.plan import Estimate, Plan
-from jaxgpt.planner.practice import JAXGPT
+from jaxgpt.planner.practice import ours
 from jaxgpt.planner.step import step_time
 from jaxgpt.sharding.mesh import Sizes
 
@@ -94,7 +94,8 @@ class _Search:
     def __post_init__(self) -> None:
         config = self.space.config
         self.dtype = dtype_of(config, self.hardware)
-        self.costs = costs(config.model, self.hardware, JAXGPT, self.dtype)
+        self.practice = ours(config.documents)
+        self.costs = costs(config.model, self.hardware, self.practice, self.dtype)
         self.meshes = list(self.space.meshes())
         self.groups: dict[Group, list[Sizes]] = defaultdict(list)
         self.splits: dict[Group, list[tuple[Sizes, Split]]] = defaultdict(list)
@@ -190,7 +191,7 @@ class _Search:
         if plan not in self.predicted:
             config = self.space.config
             batch = config.global_batch
-            self.predicted[plan] = estimate(config.model, plan, self.hardware, batch, JAXGPT, self.dtype)
+            self.predicted[plan] = estimate(config.model, plan, self.hardware, batch, self.practice, self.dtype)
         return self.predicted[plan]
 
     def smallest(self) -> list[Estimate]:

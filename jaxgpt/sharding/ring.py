@@ -5,7 +5,7 @@ every device has the same number of (query, key) pairs (the "zigzag" order). Key
 (ring attention, arXiv 2310.01889) or are gathered, and the parts of the softmax are merged by their log-sum-exp. Of
 another device's keys, those of an earlier device: all queries see its first chunk and none its second; of a later one:
 only the second chunk of queries sees them, and both chunks whole. So a step is one unmasked product of half the size
-either way.
+either way. Where documents are apart, the places at which the keys' documents begin travel with the keys.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -23,10 +23,17 @@ from jaxgpt.sharding.named import sequence_axis
 class Kernel(Protocol):
     """Attention to some keys (model.attention.Part)."""
 
-    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, *starts: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
     def backward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array, dout: jax.Array
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        out: jax.Array,
+        sums: jax.Array,
+        dout: jax.Array,
+        *starts: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
@@ -93,26 +100,31 @@ class _Others:
         return tuple(lax.psum_scatter(x, self.axis).astype(dtype) for x in carried)
 
 
-def forward(causal: Kernel, full: Kernel, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of this device's queries over the whole sequence before them."""
-    others, half = _Others(), q.shape[1] // 2
-    out, sums = causal.forward(q, k, v)
+def forward(
+    causal: Kernel, full: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, *starts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of this device's queries over the whole sequence before them. starts: of its queries and
+    of its keys, where documents are apart."""
+    others, half, mine = _Others(), q.shape[1] // 2, starts[:1]
+    out, sums = causal.forward(q, k, v, *starts)
 
-    def earlier(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return full.forward(q, k[:, :half], v[:, :half])
+    def earlier(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v, *theirs = (x[:, :half] for x in keys)
+        return full.forward(q, k, v, *mine, *theirs)
 
-    def later(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        part, part_sums = full.forward(q[:, half:], k, v)
+    def later(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v, *theirs = keys
+        part, part_sums = full.forward(q[:, half:], k, v, *(x[:, half:] for x in mine), *theirs)
         nothing = jnp.full_like(part_sums, -jnp.inf)
         return jnp.concatenate([jnp.zeros_like(part), part], 1), jnp.concatenate([nothing, part_sums], 1)
 
     def step(carry: Any, turn: jax.Array) -> tuple[Any, None]:
         out, sums, carried = carry
-        carried, (k, v) = others.turn(carried, turn)
-        part, part_sums = lax.cond(others.source(turn) < others.mine, earlier, later, k, v)
+        carried, keys = others.turn(carried, turn)
+        part, part_sums = lax.cond(others.source(turn) < others.mine, earlier, later, *keys)
         return (*_merged(out, sums, part, part_sums), carried), None
 
-    start = (out.astype(jnp.float32), sums, others.start(k, v))
+    start = (out.astype(jnp.float32), sums, others.start(k, v, *starts[1:]))
     out32, sums, _ = lax.scan(step, start, jnp.arange(1, others.parts))[0]
     return out32.astype(q.dtype), sums
 
@@ -133,28 +145,31 @@ def backward(
     out: jax.Array,
     sums: jax.Array,
     dout: jax.Array,
+    *starts: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients towards this device's own queries, keys and values."""
-    others, half = _Others(), q.shape[1] // 2
-    late = (q[:, half:], out[:, half:], sums[:, half:], dout[:, half:])
+    others, half, mine = _Others(), q.shape[1] // 2, starts[:1]
+    late = (q[:, half:], out[:, half:], sums[:, half:], dout[:, half:], *(x[:, half:] for x in mine))
 
-    def earlier(k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        dq, dk, dv = full.backward(q, k[:, :half], v[:, :half], out, sums, dout)
+    def earlier(*keys: jax.Array) -> tuple[jax.Array, ...]:
+        k, v, *theirs = (x[:, :half] for x in keys)
+        dq, dk, dv = full.backward(q, k, v, out, sums, dout, *mine, *theirs)
         return dq, *(jnp.concatenate([d, jnp.zeros_like(d)], 1) for d in (dk, dv))
 
-    def later(k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    def later(*keys: jax.Array) -> tuple[jax.Array, ...]:
+        k, v, *theirs = keys
         queries, *rest = late
-        dq, dk, dv = full.backward(queries, k, v, *rest)
+        dq, dk, dv = full.backward(queries, k, v, *rest, *theirs)
         return jnp.concatenate([jnp.zeros_like(dq), dq], 1), dk, dv
 
     def step(carry: Any, turn: jax.Array) -> tuple[Any, None]:
         dq, carried, gradients = carry
-        carried, (k, v) = others.turn(carried, turn)
-        part_dq, *part = lax.cond(others.source(turn) < others.mine, earlier, later, k, v)
+        carried, keys = others.turn(carried, turn)
+        part_dq, *part = lax.cond(others.source(turn) < others.mine, earlier, later, *keys)
         return (dq + part_dq, carried, others.add(gradients, part, turn)), None
 
-    dq, *own = (d.astype(jnp.float32) for d in causal.backward(q, k, v, out, sums, dout))
-    start = (dq, others.start(k, v), others.start_sum(*own))
+    dq, *own = (d.astype(jnp.float32) for d in causal.backward(q, k, v, out, sums, dout, *starts))
+    start = (dq, others.start(k, v, *starts[1:]), others.start_sum(*own))
     dq, _, gradients = lax.scan(step, start, jnp.arange(1, others.parts))[0]
     dk, dv = others.home(gradients, k.dtype)
     return dq.astype(q.dtype), dk, dv

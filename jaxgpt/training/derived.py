@@ -17,6 +17,13 @@ from jaxgpt.training.program import Program
 
 Table = tuple[str, Rows]
 
+DOCUMENTS = {
+    "joined": "joined: the next one's first token is predicted, and all before it is seen",
+    "masked": "masked: the next one's first token is not predicted, and all before it is seen",
+    "separate": "separate: each sees itself alone, its positions begin at 0, its first token is not predicted",
+}
+"""What becomes of several documents in one sample."""
+
 
 def tables(config: RunConfig, program: Program, dataset: Mixture) -> list[Table]:
     """Title and rows of each table. Compiles the train step, whose memory is among them."""
@@ -41,6 +48,8 @@ def utilisation(config: RunConfig, program: Program) -> tuple[float | None, str]
         return None, f"MFU is left out, since no peak is known for {kind} in {program.dtype}"
     flops = flops_per_token(config.model)
     named = f"{throughput.FORMULA} ({flops / 1e6:,.1f} MFLOP); peak {peak / 1e12:g} TFLOP/s ({kind}, {program.dtype})"
+    if program.separate:
+        named += "; attention is counted as if a sample were one document"
     return peak * program.mesh.size, named
 
 
@@ -82,7 +91,8 @@ def _step(config: RunConfig, program: Program, dataset: Mixture) -> Rows:
         ("tokens", f"{tokens:,}"),
         ("in all", f"{config.steps:,} steps, {config.steps * tokens:,} tokens, {passes:.3g} passes over the text"),
         ("computation", f"{program.dtype} over fp32 masters, recomputation: {config.recompute}"),
-        ("attention kernel", program.step_of.kernel),
+        ("documents", DOCUMENTS[config.documents]),
+        ("attention kernel", program.fallback or program.kernel),
     ]
 
 

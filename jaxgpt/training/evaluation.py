@@ -1,4 +1,7 @@
-"""Loss over stored tokens, exact on every mesh: each token is counted once, padding never."""
+"""Loss over stored tokens, exact on every mesh: each token is counted once, padding never.
+
+Documents are read as in training: what --documents takes out of the loss is not counted here either.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxgpt.data.megatron import Documents
 from jaxgpt.data.mixture import validation_batches
 from jaxgpt.training.program import Program
 
@@ -20,7 +24,7 @@ class Figures:
     tokens: int
     """Tokens predicted."""
     bits_per_byte: float | None = None
-    """None where only a part of the text was read."""
+    """None where only a part of the text was predicted."""
 
     @property
     def perplexity(self) -> float:
@@ -43,6 +47,7 @@ def measure(
     program: Program,
     params: dict[str, jax.Array],
     tokens: Sequence[np.ndarray],
+    documents: Sequence[Documents],
     *,
     limit: int | None = None,
     size: int | None = None,
@@ -51,19 +56,20 @@ def measure(
 ) -> Figures | None:
     """The mean loss of the tokens of one or several texts, in one pass; None where `stopped` says so meanwhile.
 
-    limit: most tokens read, spread evenly over each text. size: UTF-8 bytes of all texts, for bits per byte.
-    stride: how far a window of the context's length moves on: every token is predicted once, with context - stride
-    tokens before it at least, or all that there are; None: windows that do not overlap.
+    documents: where they begin in each text. limit: most tokens read, spread evenly over each text. size: UTF-8 bytes
+    of all texts, for bits per byte. stride: how far a window of the context's length moves on: every token is predicted
+    once, with context - stride tokens before it at least, or all that there are; None: windows that do not overlap.
     """
     values: list[tuple[float, int]] = []
-    seq, batch = program.config.model.seq, program.micro_batch
-    for inputs, targets in validation_batches(tokens, seq, batch, limit, stride):
+    seq, edges = program.config.model.seq, program.config.documents
+    for batch in validation_batches(tokens, seq, program.micro_batch, limit, stride, documents, edges):
         if stopped():
             return None
         # Read before the next is dispatched: two programs in flight, neither waiting for the other's result, can each
         # hold threads that the other's collectives wait for, where virtual devices share the host's threads.
-        loss, count = jax.device_get(program.evaluate(params, program.place({"inputs": inputs, "targets": targets})))
+        loss, count = jax.device_get(program.evaluate(params, program.place(batch)))
         values.append((float(loss), int(count)))
     total, counted = math.fsum(loss for loss, _ in values), sum(count for _, count in values)
-    bits = None if size is None or limit is not None else total / math.log(2) / size
+    all_of_it = counted == sum(len(text) - 1 for text in tokens)
+    bits = None if size is None or limit is not None or not all_of_it else total / math.log(2) / size
     return Figures(total / counted, counted, bits)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxgpt.config import RunConfig
-from jaxgpt.data import Tokenizer, open_text, training_batch
+from jaxgpt.data import Text, Tokenizer, loader, open_text
 from jaxgpt.errors import require
 from jaxgpt.sharding import mesh
 from jaxgpt.training.live import shown
@@ -46,13 +46,13 @@ def fit(
     """
     config = _config(program.config, steps, fields)
     mesh.check(config, program.sizes)
-    tokens = open_text(data, tokenizer).tokens
+    text = open_text(data, tokenizer)
     own = Program(config, program.mesh, program.replaced)
     trained: Program | OwnOptimizer = own if optimizer is None else OwnOptimizer(own, optimizer)
     state = trained.begin_with({name: array.copy() for name, array in params.items()})
     losses: list[float] = []
     with shown(steps, quiet) as told:
-        for batch in _batches(tokens, config):
+        for batch in _batches(text, config):
             state, metrics = trained.step(state, own.place(batch))
             losses.append(float(metrics["loss"]))
             told.step(losses)
@@ -70,8 +70,12 @@ def _config(config: RunConfig, steps: int, fields: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(wanted, **fields)
 
 
-def _batches(tokens: np.ndarray, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-    count = config.global_batch
+def _batches(text: Text, config: RunConfig) -> Iterator[loader.Batch]:
+    tokens, seq, count = text.tokens, config.model.seq, config.global_batch
     for step in range(config.steps):
-        drawn = training_batch(tokens, config.model.seq, config.seed, step * count, count)
-        yield {"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}
+        first = step * count
+        drawn = loader.training_batch(tokens, seq, config.seed, first, count)
+        places = np.arange(first, first + count)
+        starts = loader.sample_starts(len(tokens), loader.samples_in(tokens, seq), seq, config.seed, places)
+        begins = loader.begins(text.documents, starts, seq + 1)
+        yield loader.at_edges(drawn[:, :-1], drawn[:, 1:], begins, config.documents)

@@ -187,6 +187,7 @@ class Loop:
             self.program,
             self.state["params"],
             self.dataset.validation,
+            self.dataset.validation_documents,
             limit=limit,
             size=self.dataset.validation_bytes,
             stopped=lambda: self._signals.received is not None,

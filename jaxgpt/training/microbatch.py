@@ -48,7 +48,8 @@ class Microbatch(NamedTuple):
         return head_table(self.model)
 
     def context(self, batch: Arrays) -> Context:
-        return context(self.model, batch["samples"], positions(batch["inputs"].shape[1]), self.key)
+        places = positions(batch["inputs"].shape[1])
+        return context(self.model, batch["samples"], places, self.key, batch.get("starts"))
 
     def only(self, number: int, x: jax.Array) -> jax.Array:
         """x as that stage has it, zero on the others: what is to be counted once."""

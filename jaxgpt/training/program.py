@@ -53,7 +53,33 @@ class Program:
     @cached_property
     def step_of(self) -> Step:
         dtype = jnp.bfloat16 if self.dtype == "bf16" else jnp.float32
-        return Step(self.config, self.sizes, dtype, kernel_for(self.platform, self.dtype), self.replaced)
+        return Step(self.config, self.sizes, dtype, self.kernel, self.replaced)
+
+    @property
+    def separate(self) -> bool:
+        """Whether attention and positions stop at a document's edge."""
+        return self.config.documents == "separate"
+
+    @cached_property
+    def kernel(self) -> str:
+        """Of attention; where documents are separate, a mask of a device's tokens at once."""
+        return kernel_for(self.platform, self.dtype, self._at_once if self.separate else None)
+
+    @property
+    def _at_once(self) -> int:
+        """Fewest tokens that the kernel is given at once: of a split sequence a chunk."""
+        return self.config.model.seq // self.divisors[1]
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the kernel is another one than joined documents would have; None where it is the same."""
+        joined = kernel_for(self.platform, self.dtype)
+        if self.kernel == joined:
+            return None
+        return (
+            f"attention by {self.kernel} in place of {joined}, whose masks, which --documents separate needs, "
+            f"have an even number of tokens: --seq {self.config.model.seq} gives a device {self._at_once} at once"
+        )
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -164,30 +190,30 @@ class Program:
 
     def place(self, batch: dict[str, np.ndarray]) -> Arrays:
         """A global batch of {"inputs", "targets"}, int32 [global_batch, seq], on the devices: [microbatch, batch, seq];
-        and the number of each sample in it."""
+        and the number of each sample in it. Where documents are separate, also of {"starts"}, the place in its row at
+        which each token's document begins; a batch without them has a document a row."""
         rows = self.micro_batch
         count = len(batch["inputs"])
+        if self.separate:
+            batch = {"starts": np.zeros_like(batch["inputs"])} | batch
         arrays = {n: self.split_order(a) for n, a in batch.items()} | {"samples": np.arange(count, dtype=np.int32)}
-        whole = self.layout.batch()
-        layouts = {"inputs": whole, "targets": whole, "samples": PartitionSpec(*whole[:2])}
-        return {
-            n: jax.device_put(a.reshape(count // rows, rows, *a.shape[1:]), NamedSharding(self.mesh, layouts[n]))
-            for n, a in arrays.items()
-        }
+        layouts = {n: NamedSharding(self.mesh, spec) for n, spec in self._batch_specs().items()}
+        return {n: jax.device_put(a.reshape(count // rows, rows, *a.shape[1:]), layouts[n]) for n, a in arrays.items()}
 
     def batch_targets(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, types and layouts of a placed batch, nothing allocated."""
-        rows, seq = self.micro_batch, self.config.model.seq
-        lead = (self.config.global_batch // rows, rows)
-        whole = self.layout.batch()
-        shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        tokens = shape((*lead, seq), sharding=NamedSharding(self.mesh, whole))
-        samples = shape(lead, sharding=NamedSharding(self.mesh, PartitionSpec(*whole[:2])))
-        return {"inputs": tokens, "targets": tokens, "samples": samples}
+        lead = (self.config.global_batch // self.micro_batch, self.micro_batch)
+        tokens = (*lead, self.config.model.seq)
+        layouts = {n: NamedSharding(self.mesh, spec) for n, spec in self._batch_specs().items()}
+        return {
+            n: jax.ShapeDtypeStruct(lead if n == "samples" else tokens, jnp.int32, sharding=where)
+            for n, where in layouts.items()
+        }
 
     def _batch_specs(self) -> dict[str, PartitionSpec]:
         whole = self.layout.batch()
-        return {"inputs": whole, "targets": whole, "samples": PartitionSpec(*whole[:2])}
+        tokens = ("inputs", "targets", "starts") if self.separate else ("inputs", "targets")
+        return dict.fromkeys(tokens, whole) | {"samples": PartitionSpec(*whole[:2])}
 
     @cached_property
     def _update(self) -> Any:

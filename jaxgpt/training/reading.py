@@ -1,7 +1,7 @@
 """How reading keeps up with training: what a step waits for its samples, and which source makes it wait."""
 
 from jaxgpt.data import Mixture, Prefetcher
-from jaxgpt.data.mixture import Batch
+from jaxgpt.data.loader import Batch
 
 SLOW = 0.1
 """Share of a step's time, spent on waiting for samples, from which on a run says so."""

@@ -130,12 +130,14 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "", stride: int | N
         dataset = folder.open_data(run, config, config, console.say)
         folder.check_data(run, config, config, dataset)
         tokens, size, text = dataset.validation, dataset.validation_bytes, "the run's validation part"
+        documents = dataset.validation_documents
     else:
         if trained.tokenizer is None:
             raise UserError(f"{run}: has no tokenizer; put its tokenizer.json there")
         opened = open_text(data, trained.tokenizer)
         tokens, size, text = [opened.tokens], opened.bytes, opened.description
-    found = measure(trained.program, trained.params, tokens, size=size, stride=stride)
+        documents = [opened.documents]
+    found = measure(trained.program, trained.params, tokens, documents, size=size, stride=stride)
     if found is None:
         raise RuntimeError("an evaluation that nobody stops has stopped")
     console.table(f"{run}, step {trained.step}, on {text}", found.rows())

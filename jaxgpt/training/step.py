@@ -130,13 +130,18 @@ class Step:
             whole = {n: gather(weights[n], self.dims[n], self.layout.rows.used) for n in names}
         return {n: w if n in (TOKEN, HEAD) else w.astype(jnp.float32) for n, w in whole.items()}
 
-    def hidden(self, params: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Forward alone and without dropout: the final norm's output for tokens [B, S], and the head's table."""
-        x, ends = self.stream(params, tokens)
+    def hidden(self, params: Arrays, tokens: jax.Array, starts: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Forward alone and without dropout: the final norm's output for tokens [B, S], and the head's table. starts:
+        position at which the document of each begins, where they are apart."""
+        x, ends = self.stream(params, tokens, starts=starts)
         return final_norm(self.model, ends, x), ends[self.head]
 
     def stream(
-        self, params: Arrays, tokens: jax.Array, around: Callable[[Block], Block] | None = None
+        self,
+        params: Arrays,
+        tokens: jax.Array,
+        around: Callable[[Block], Block] | None = None,
+        starts: jax.Array | None = None,
     ) -> tuple[jax.Array, Arrays]:
         """The residual stream after all blocks, forward alone and without dropout, and the ends. around: makes what is
         run in the place of each block from the block."""
@@ -144,7 +149,8 @@ class Step:
         weights = self.weights(self.at_rest(params))
         ends, tokens = self.ends(weights), varying(tokens, axes=self.axes)
         nobody = jnp.zeros(tokens.shape[0], jnp.int32)
-        c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32))
+        starts = starts if starts is None else varying(starts, axes=self.axes)
+        c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32), starts)
         stage = self.stage(model)
         if around is not None:
             stage = stage._replace(block=around(partial(block, model, self.kernel)))
@@ -207,15 +213,15 @@ class Step:
 
     def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss over the valid tokens of the batch, and their number; no dropout."""
-        h, table = self.hidden(params, batch["inputs"])
+        h, table = self.hidden(params, batch["inputs"], batch.get("starts"))
         sums = loss_sum(h, table, varying(batch["targets"], axes=self.batch_axes), self.model.vocab)
         sums = from_stage(self.placement, 0, sums)  # all stages have the same, which the types cannot know
         tokens = jnp.sum(batch["targets"] >= 0)
         return self.total(sums, self.batch_axes), self.total(tokens, self.batch_axes)
 
-    def logits(self, params: Arrays, tokens: jax.Array) -> jax.Array:
+    def logits(self, params: Arrays, tokens: jax.Array, starts: jax.Array | None = None) -> jax.Array:
         """fp32 logits [B, S, padded vocabulary] of tokens [B, S], padded entries masked; no dropout."""
-        h, table = self.hidden(params, tokens)
+        h, table = self.hidden(params, tokens, starts)
         return head_logits(h, table, self.model.vocab)
 
 
