@@ -17,6 +17,7 @@ from jaxgpt.planner.kernels import Kernels
 from jaxgpt.planner.links import Group
 from jaxgpt.planner.plan import Plan
 from jaxgpt.planner.practice import Practice
+from jaxgpt.recomputation import Kind
 
 FORWARD_KERNELS = 16
 """Kernels of a block's forward, about; its backward has twice as many."""
@@ -45,7 +46,7 @@ class Work:
     def backward(self) -> float:
         return self.to_input + self.to_weights
 
-    def again(self, recompute: flops.Recompute, practice: Practice) -> float:
+    def again(self, recompute: Kind, practice: Practice) -> float:
         """What recomputation adds to the backward."""
         if recompute == "none":
             return 0.0
@@ -205,11 +206,11 @@ def seen(seconds: float, window: float) -> float:
     return seconds - hidden + CONTENTION * hidden
 
 
-def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
+def over_tensor(costs: Costs, plan: Plan, group: Group, recompute: Kind) -> tuple[float, float]:
     """A block's exposed communication over tensor, forward and backward, by Megatron's splits: a sum of the stream
     after each pair of products (arXiv 1909.08053); with sequence parallelism a gather and a scattering sum in its
     place, and a gather more for the weights' gradients (arXiv 2205.05198)."""
-    ways, stream, full = costs.practice, costs.stream(plan), plan.recompute == "full"
+    ways, stream, full = costs.practice, costs.stream(plan), recompute == "full"
     if plan.sequence_parallel:
         again = (4 if ways.repeats_all else 1) if full else 0
         each, forward, backward = group.all_gather(stream), 4, 6 + again
@@ -220,7 +221,7 @@ def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
     return share * forward * each, share * backward * each
 
 
-def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[float, float]:
+def over_context(costs: Costs, plan: Plan, group: Group, work: Work, recompute: Kind) -> tuple[float, float]:
     """A block's exposed communication over context: keys and values round a ring, or gathered. Backward, keys and
     values again, and their gradients in fp32. A ring's messages can hide under attention, turn by turn."""
     n = plan.context
@@ -229,7 +230,7 @@ def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[fl
         gathered = group.all_gather(n * kv)
         return gathered, gathered + group.reduce_scatter(2 * n * kv)
     turn = group.permute(kv)
-    again = (n - 1) * turn if plan.recompute != "none" else 0.0
+    again = (n - 1) * turn if recompute != "none" else 0.0
     hidden = costs.practice.hidden_weights * work.attention
     return seen((n - 1) * turn, hidden), seen(again + (3 * (n - 1) + 1) * turn, BACKWARD_ATTENTION * hidden)
 

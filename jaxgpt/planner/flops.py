@@ -4,11 +4,8 @@ MFU is model FLOPs / (time x peak x devices), HFU the same with what is recomput
 wherever one is printed: figures by different formulas cannot be compared.
 """
 
-from typing import Literal
-
 from jaxgpt.config import ModelConfig
-
-Recompute = Literal["none", "selective", "full"]
+from jaxgpt.recomputation import Kind
 
 
 def matrix_weights(model: ModelConfig) -> float:
@@ -33,8 +30,8 @@ def flops_per_token(model: ModelConfig) -> float:
     return 6.0 * matrix_weights(model) + 12.0 * model.layers * model.heads * model.head * keys(model)
 
 
-def recomputed_per_token(model: ModelConfig, recompute: Recompute) -> float:
-    """FLOPs of one token that recomputation adds in jaxgpt: with full, a block's forward without its last product,
+def recomputed_per_token(model: ModelConfig, recompute: Kind) -> float:
+    """FLOPs of one token that recomputation in all layers adds: with full, a block's forward without its last product,
     whose result its backward does not need; with selective, attention's own."""
     attention = 4.0 * model.layers * model.heads * model.head * keys(model)
     if recompute == "none":

@@ -6,27 +6,33 @@ What a plan's data parallelism costs depends on how its replicas are divided ove
 all else costs does not. So plans are taken together that differ in those alone, and a floor is put under them: the time
 of their computation, bubble and other communication, where no weights are gathered in the blocks. Floors are refined
 from groups of schedules down to single plans, always the lowest first, until the best found is below all that is left.
-A recomputation is passed over where even the state split over all replicas leaves no room for what it keeps, of which
-no schedule keeps less than half of 1F1B's: p of its 2 p - 1 microbatches on p stages.
+Of plans that differ in recomputation alone, the one by the fewest layers that fits is the fastest of its kind: with
+every layer more the time grows, and the memory shrinks. A count is passed over where even the state split over all
+replicas leaves no room for what it keeps, of which no schedule keeps less than half of 1F1B's: p of its 2 p - 1
+microbatches on p stages.
 """
 
+import bisect
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 from jaxgpt.config import RunConfig
 from jaxgpt.planner.cost import costs
 from jaxgpt.planner.estimate import estimate
 from jaxgpt.planner.hardware import Dtype, Hardware
 from jaxgpt.planner.legal import Order, Space, Split
-from jaxgpt.planner.memory import fits, peak_memory
+from jaxgpt.planner.memory import fits, host_memory, peak_memory
 from jaxgpt.planner.plan import Estimate, Plan
 from jaxgpt.planner.practice import JAXGPT
 from jaxgpt.planner.step import step_time
 from jaxgpt.sharding.mesh import Sizes
 
+ANY_ORDER: Order = ("1f1b", 1)
+"""In the place of schedules that are taken together."""
 Group = tuple[int, int, int, int]
 """Sizes of pipe, context and tensor, and replicas: the meshes that differ in data and fsdp alone."""
 
@@ -79,10 +85,11 @@ class _Choice:
 
     group: Group
     micro: int
-    sequence_parallel: bool
+    split: tuple[bool, str]
+    """Sequence parallelism and offload."""
     order: Order | None
-    recompute: int
-    """The first of Space.recomputations that leaves room."""
+    least: tuple[int | None, ...] = ()
+    """In each of the space's ladders the first place that may leave room; None: none does."""
 
 
 @dataclass
@@ -109,8 +116,8 @@ class _Search:
                 for order, micro in self.space.orders(sizes):
                     of_micro[micro].append(order)
         for group, splits in self.splits.items():
-            orders = sum(len(each) for each in self.orders[group].values())
-            self.legal += len(splits) * orders * len(self.space.recomputations)
+            orders = itertools.chain.from_iterable(self.orders[group].values())
+            self.legal += len(splits) * sum(len(self.space.recomputations(group[0], order)) for order in orders)
 
     # Fastest
 
@@ -136,14 +143,14 @@ class _Search:
 
     def _key(self, plan: Plan) -> object:
         """Plans with the same one stand in one place of the ranking."""
-        return tuple(plan.sizes.values()) if "mesh" in self.space.free else plan
+        return tuple(plan.sizes.values()) if "mesh" in self.space.free else replace(plan, recompute="none")
 
     def _begin(self, fitting: bool) -> Iterator[tuple[float, _Choice]]:
         """All plans in groups, each with its floor."""
         for group, of_micro in self.orders.items():
-            for sequence in sorted({split[1] for _, split in self.splits[group]}):
+            for split in dict.fromkeys(split[1:] for _, split in self.splits[group]):
                 for micro in of_micro:
-                    yield from self._floor(_Choice(group, micro, sequence, None, 0), fitting)
+                    yield from self._floor(_Choice(group, micro, split, None), fitting)
 
     def _refined(self, choice: _Choice, fitting: bool) -> Iterator[tuple[float, _Choice]]:
         """The same for each schedule by itself."""
@@ -153,38 +160,62 @@ class _Search:
     def _floor(self, choice: _Choice, fitting: bool) -> Iterator[tuple[float, _Choice]]:
         """The choice with a time that none of its plans is below; nothing where none of them can fit."""
         replicas, batch = choice.group[-1], self.space.config.global_batch
-        for again in range(choice.recompute, len(self.space.recomputations)):
-            memory = peak_memory(self.costs, self._any(choice, again, data=1, fsdp=replicas), batch)
-            share = 2 if choice.order is None and choice.group[0] > 1 else 1
-            held = memory.parameters + memory.gradients + memory.optimizer + memory.activations // share
-            if fitting and not fits(held, self.hardware):
-                continue
-            time = step_time(self.costs, self._any(choice, again, data=replicas, fsdp=1), batch)
-            floor = time.computation + sum(time.exposed.get(axis, 0.0) for axis in ("context", "tensor"))
-            if choice.order is not None:
-                floor += time.bubble + time.exposed.get("pipe", 0.0)
-            yield floor, replace(choice, recompute=again)
-            return
+        share = 2 if choice.order is None and choice.group[0] > 1 else 1
 
-    def _any(self, choice: _Choice, again: int, data: int, fsdp: int) -> Plan:
+        def room(recompute: str) -> bool:
+            plan = self._any(choice, recompute, data=1, fsdp=replicas)
+            memory = peak_memory(self.costs, plan, batch)
+            held = memory.parameters + memory.gradients + memory.optimizer + memory.activations // share
+            return not fitting or fits(held, self.hardware)
+
+        @cache
+        def time_of(recompute: str) -> float:
+            time = step_time(self.costs, self._any(choice, recompute, data=replicas, fsdp=1), batch)
+            least = time.computation + sum(time.exposed.get(axis, 0.0) for axis in ("context", "tensor"))
+            least += time.offload / replicas
+            return least if choice.order is None else least + time.bubble + time.exposed.get("pipe", 0.0)
+
+        def floor(ladder: tuple[str, ...], place: int) -> float:
+            if choice.order is not None or place == 0:
+                return time_of(ladder[place])
+            share = (place - 1) / (len(ladder) - 1)  # other schedules may cut the layers finer: more than this it is
+            return (1 - share) * time_of(ladder[0]) + share * time_of(ladder[-1])
+
+        ladders = self._ladders(choice)
+        least = tuple(_first(ladder, room) for ladder in ladders)
+        floors = [floor(ladder, n) for ladder, n in zip(ladders, least, strict=True) if n is not None]
+        if floors:
+            yield min(floors), replace(choice, least=least)
+
+    def _ladders(self, choice: _Choice) -> tuple[tuple[str, ...], ...]:
+        return self.space.ladders(choice.group[0], choice.order or ANY_ORDER)
+
+    def _any(self, choice: _Choice, recompute: str, data: int, fsdp: int) -> Plan:
         """A plan of the choice with its replicas divided so, whether that is legal or not."""
         pipe, context, tensor, _ = choice.group
         sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
-        order, split = choice.order or ("1f1b", 1), (0, choice.sequence_parallel)
-        return self.space.plan(sizes, order, choice.micro, split, self.space.recomputations[again])
+        order, split = choice.order or ANY_ORDER, (0, *choice.split)
+        return self.space.plan(sizes, order, choice.micro, split, recompute)
 
     def _members(self, choice: _Choice, fitting: bool) -> Iterator[Estimate]:
-        """The plans of a choice: of those that differ in recomputation alone, the first that fits."""
+        """The plans of a choice: of those that differ in recomputation alone, of each kind the first that fits."""
         assert choice.order is not None
         for sizes, split in self.splits[choice.group]:
-            if split[1] != choice.sequence_parallel:
+            if split[1:] != choice.split:
                 continue
-            for recompute in self.space.recomputations[choice.recompute :]:
-                found = self._estimate(self.space.plan(sizes, choice.order, choice.micro, split, recompute))
-                if found.fits or not fitting:
-                    yield found
-                    if "mesh" in self.space.free:
-                        break
+            plan = partial(self.space.plan, sizes, choice.order, choice.micro, split)
+            for ladder, low in zip(self._ladders(choice), choice.least, strict=True):
+                if low is None:
+                    continue
+                first = _first(ladder, lambda again, plan=plan: not fitting or self._fits(plan(again)), low)
+                if first is not None:
+                    yield self._estimate(plan(ladder[first]))
+                if first == 0:
+                    break
+
+    def _fits(self, plan: Plan) -> bool:
+        memory = peak_memory(self.costs, plan, self.space.config.global_batch)
+        return fits(memory.peak, self.hardware) and host_memory(self.costs, plan) <= self.hardware.offload.memory
 
     def _estimate(self, plan: Plan) -> Estimate:
         if plan not in self.predicted:
@@ -196,15 +227,26 @@ class _Search:
     def smallest(self) -> list[Estimate]:
         """The plan that needs least memory, or none: of those with the smallest microbatch and the most recomputation.
         What the state takes does not depend on the schedule."""
-        again, found = self.space.recomputations[-1], []
+        found: list[Estimate] = []
         for group, splits in self.splits.items():
             micro = min(self.orders[group])
             orders = self.orders[group][micro]
+            again = self.space.ladders(group[0], orders[0])[-1][-1]
             plans = [self.space.plan(sizes, orders[0], micro, split, again) for sizes, split in splits]
             least = min((self._estimate(plan) for plan in plans), key=lambda each: each.peak_bytes).plan
-            split = least.zero, least.sequence_parallel
+            split = least.zero, least.sequence_parallel, least.offload
             found += [self._estimate(self.space.plan(least.sizes, order, micro, split, again)) for order in orders]
         return sorted(found, key=lambda each: (each.peak_bytes, _rank(each)))[:1]
+
+
+def _first(ladder: tuple[str, ...], room: Callable[[str], bool], low: int = 0) -> int | None:
+    """The first place from `low` on that has room, where all after it have; the last is looked at by itself, as a part
+    all of whose blocks compute again has no others that keep more, and may hold more than one with a single such."""
+    last = len(ladder) - 1
+    if room(ladder[low]):
+        return low
+    found = low + 1 + bisect.bisect_left(range(low + 1, last), True, key=lambda n: room(ladder[n]))
+    return found if found < last or (found == last and room(ladder[last])) else None
 
 
 def _rank(each: Estimate) -> tuple[float, int, str]:
