@@ -18,7 +18,7 @@ from jaxgpt.sharding import mesh
 def space(
     name: str, hardware: str, devices: int, pinned: frozenset[str] = frozenset(), layers: int = 0, **fields: object
 ) -> Space:
-    """layers: of the model, in place of its own; every plan is looked at, and each layer is one more to compute again."""
+    """layers: of the model, in place of its own, since each is one more that a plan can compute again."""
     base = preset(name)
     model = dataclasses.replace(base.model, layers=layers or base.model.layers)
     config = dataclasses.replace(base, model=model, **fields)

@@ -65,12 +65,11 @@ def test_offload_takes_masters_and_moments_to_the_host():
     plan = Plan(data=2, fsdp=4, zero=1)
     here, there = (estimate(model, dataclasses.replace(plan, offload=each), H100, 8) for each in ("none", "optimizer"))
     assert (here.host_bytes, here.time.offload, there.memory.optimizer) == (0, 0, 0)
-    assert there.host_bytes == here.memory.optimizer * 3 // 2
-    saved = here.peak_bytes - there.peak_bytes
-    assert saved <= there.host_bytes
-    assert saved >= 0.9 * there.host_bytes
+    assert there.host_bytes == 3 * here.memory.optimizer  # two copies, while they are updated
+    state = 12 * here.memory.optimizer // 8
+    assert 0.9 * state <= here.peak_bytes - there.peak_bytes <= state
     # 28 bytes a parameter over the link
-    assert there.time.offload == pytest.approx(28 / 12 * there.host_bytes / H100.offload.bandwidth)
+    assert there.time.offload == pytest.approx(28 * state / 12 / H100.offload.bandwidth)
     assert there.step_seconds == pytest.approx(here.step_seconds + there.time.offload)
 
 

@@ -37,11 +37,11 @@ def peak_memory(costs: Costs, plan: Plan, global_batch: int) -> Memory:
 
 
 def host_memory(costs: Costs, plan: Plan) -> int:
-    """Bytes of the host's memory that a plan takes for one device: masters and moments, where they lie there. On CPU
-    all memory is the host's."""
+    """Bytes of the host's memory that a plan takes for one device: masters and moments, where they lie there, twice
+    while they are updated (training.offload). On CPU all memory is the host's."""
     if plan.offload == "none" or costs.hardware.kind == "cpu":
         return 0
-    return 12 * _Compiled(costs, plan, 1).at_rest
+    return 24 * _Compiled(costs, plan, 1).at_rest
 
 
 # Other programs
@@ -121,14 +121,16 @@ class _Compiled:
         inside = self._busiest(used > 1, accumulated)
         head = 6 * self._chunk() * self._vocab() + 3 * self._stream()
         at_head = head > inside
-        masters = 0 if host_memory(costs, plan) else 4 * rest
+        masters, early = 4 * rest, 0
+        if host_memory(costs, plan):  # the compiler brings the tables' moments before it needs them
+            masters, early = 0, 8 * rest * ends // all_of_it
         return Memory(
             parameters=masters + weights + whole_ends,
             gradients=4 * (all_of_it // accumulated),
             optimizer=2 * masters,
             activations=self._activations(),
             logits=4 * ends + (head if at_head else 0),
-            buffers=(0 if at_head else inside) + self._messages() + 8 * self.microbatches * costs.tokens(plan),
+            buffers=early + (0 if at_head else inside) + self._messages() + 8 * self.microbatches * costs.tokens(plan),
         )
 
     @property

@@ -224,6 +224,5 @@ class _Step:
     def _offload(self) -> float:
         """State that lies in the host's memory: masters read once to compute with; masters and moments read, and
         written again, by the update. Nothing of it hides."""
-        if not host_memory(self.costs, self.plan):
-            return 0.0
-        return 28 / 12 * host_memory(self.costs, self.plan) / self.costs.hardware.offload.bandwidth
+        entries = host_memory(self.costs, self.plan) / 24
+        return 28 * entries / self.costs.hardware.offload.bandwidth

@@ -2,8 +2,8 @@
 
 They pass through the device one layer at a time, in loops over the rows of the stacked blocks: once to be cast for
 computation, and once to be updated. So the device holds the state of a layer, or of the widest table, where it held
-that of all; what computes is the same. Where an array lies is part of its type in JAX, so these functions do nothing
-for one that lies on the device.
+that of all; what computes is the same. The loops read one copy and write another, so that between them the host holds
+two.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,6 @@ KINDS = ("params", "mu", "nu")
 """Parts of the state that have an array for each parameter."""
 
 
-def on_host(arrays: Arrays) -> bool:
-    """Whether they lie in the host's memory."""
-    return any(jax.typeof(a).memory_space == Space.Host for a in arrays.values())
-
-
 def to_device(values: Any) -> Any:
     """The arrays of a tree on the device."""
     return jax.device_put(values, Space.Device)
@@ -39,8 +34,6 @@ def to_host(values: Any) -> Any:
 
 def computed(function: Callable[[Arrays], Arrays], params: Arrays) -> Arrays:
     """function(params) on the device, for one that treats every row of the blocks, and every other array, alone."""
-    if not on_host(params):
-        return function(params)
     blocks, ends = _parted(params)
 
     def row(_: None, each: Arrays) -> tuple[None, Arrays]:
@@ -57,8 +50,6 @@ def updated(
 
     update: an optimizer's that treats every element alone, but for "step".
     """
-    if not on_host(state["params"]):
-        return update(state, gradients)
     step = {"step": state["step"]}
     held = {kind: _parted(state[kind]) for kind in KINDS}
     of_blocks, of_ends = _parted(gradients)

@@ -206,7 +206,10 @@ class Program:
         state = state_specs(step)
         metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens"), whole)
         inside = on_mesh(step, self.mesh, step.update, (state, self._batch_specs()), (state, metrics))
-        return jax.jit(inside, donate_argnums=0)
+        # What lies in the host's memory is written anew: given up, it would be copied there once more. Devices that
+        # are absent know no such memory (their layouts drop its name) but for results, and what becomes a result.
+        kept = next(iter(self.targets()["params"].values())).sharding.memory_kind == offload.HOST
+        return jax.jit(inside, donate_argnums=() if kept else 0)
 
     @cached_property
     def traced(self) -> Any:

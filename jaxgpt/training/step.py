@@ -77,6 +77,11 @@ class Step:
         return fused_dims(self.model)
 
     @property
+    def offloaded(self) -> bool:
+        """Whether masters and moments lie in the host's memory."""
+        return self.config.offload == "optimizer"
+
+    @property
     def head(self) -> str:
         """The table that the head multiplies with."""
         return head_table(self.model)
@@ -127,7 +132,7 @@ class Step:
             fused = fuse(self.model, self.layout.kv_heads, params)
             return {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
 
-        return offload.computed(cast, params)
+        return offload.computed(cast, params) if self.offloaded else cast(params)
 
     def weights(self, at_rest: Arrays) -> Arrays:
         """Weights between their uses: gathered, once a step, over the axes that split only what is at rest."""
@@ -192,7 +197,7 @@ class Step:
         with jax.named_scope("reduce"):
             loss = self.total(loss * scale)
             reduced = {n: self.reduced(n, g) for n, g in gradients.items()}
-        like = offload.to_device(params) if offload.on_host(params) else params
+        like = offload.to_device(params) if self.offloaded else params
         return loss, unfuse_gradients(self.model, self.layout.kv_heads, like, reduced), tokens
 
     def reduced(self, name: str, gradient: jax.Array) -> jax.Array:
@@ -215,7 +220,8 @@ class Step:
         split = {n: split_axes(self.layout.manual(p.dims)) for n, p in table.items()}
         norm = global_norm(gradients, split)
         optimizer = Optimizer(self.config, {n: p.decays for n, p in table.items()})
-        new, rate = offload.updated(partial(optimizer.update, norm=norm), state, gradients)
+        update = partial(optimizer.update, norm=norm)
+        new, rate = offload.updated(update, state, gradients) if self.offloaded else update(state, gradients)
         return new, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens}
 
     def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
