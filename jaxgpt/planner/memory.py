@@ -25,7 +25,12 @@ CHUNK_LOGITS = 2**25
 
 def fits(peak: int, hardware: Hardware) -> bool:
     """Whether a peak, MARGIN above what is predicted, is within the device's memory."""
-    return peak * (1 + MARGIN) <= hardware.memory
+    return peak <= room(hardware)
+
+
+def room(hardware: Hardware) -> float:
+    """Bytes of the device's memory that a predicted peak may take."""
+    return hardware.memory / (1 + MARGIN)
 
 
 def peak_memory(costs: Costs, plan: Plan, global_batch: int) -> Memory:

@@ -15,6 +15,7 @@ microbatches on p stages.
 import bisect
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,12 +26,14 @@ from jaxgpt.planner.cost import costs
 from jaxgpt.planner.estimate import estimate
 from jaxgpt.planner.hardware import Dtype, Hardware
 from jaxgpt.planner.legal import Order, Space, Split
-from jaxgpt.planner.memory import fits, host_memory, peak_memory
+from jaxgpt.planner.memory import fits, host_memory, peak_memory, room
 from jaxgpt.planner.plan import Estimate, Plan
 from jaxgpt.planner.practice import JAXGPT
 from jaxgpt.planner.step import step_time
 from jaxgpt.sharding.mesh import Sizes
 
+ROUNDING = 1e-6
+"""Of a place in a ladder."""
 ANY_ORDER: Order = ("1f1b", 1)
 """In the place of schedules that are taken together."""
 Group = tuple[int, int, int, int]
@@ -85,8 +88,8 @@ class _Choice:
 
     group: Group
     micro: int
-    split: tuple[bool, str]
-    """Sequence parallelism and offload."""
+    split: tuple[bool, str | None]
+    """Sequence parallelism and offload; None: with any."""
     order: Order | None
     least: tuple[int | None, ...] = ()
     """In each of the space's ladders the first place that may leave room; None: none does."""
@@ -148,25 +151,44 @@ class _Search:
     def _begin(self, fitting: bool) -> Iterator[tuple[float, _Choice]]:
         """All plans in groups, each with its floor."""
         for group, of_micro in self.orders.items():
-            for split in dict.fromkeys(split[1:] for _, split in self.splits[group]):
+            for sequence in dict.fromkeys(split[1] for _, split in self.splits[group]):
                 for micro in of_micro:
-                    yield from self._floor(_Choice(group, micro, split, None), fitting)
+                    yield from self._bare(_Choice(group, micro, (sequence, None), None))
 
     def _refined(self, choice: _Choice, fitting: bool) -> Iterator[tuple[float, _Choice]]:
-        """The same for each schedule by itself."""
+        """The same for each offload, and then for each schedule, by itself."""
+        if choice.split[1] is None:
+            for offload in dict.fromkeys(split[2] for _, split in self.splits[choice.group]):
+                yield from self._floor(replace(choice, split=(choice.split[0], offload)), fitting)
+            return
         for order in self.orders[choice.group][choice.micro]:
             yield from self._floor(replace(choice, order=order), fitting)
+
+    def _bare(self, choice: _Choice) -> Iterator[tuple[float, _Choice]]:
+        """The choice with a first floor, which asks for no memory: with nothing, or as little as is legal, computed
+        again."""
+        plan = self._any(choice, self._ladders(choice)[0][0], data=choice.group[-1], fsdp=1)
+        time = step_time(self.costs, plan, self.space.config.global_batch)
+        yield time.computation + sum(time.exposed.get(axis, 0.0) for axis in ("context", "tensor")), choice
 
     def _floor(self, choice: _Choice, fitting: bool) -> Iterator[tuple[float, _Choice]]:
         """The choice with a time that none of its plans is below; nothing where none of them can fit."""
         replicas, batch = choice.group[-1], self.space.config.global_batch
         share = 2 if choice.order is None and choice.group[0] > 1 else 1
 
-        def room(recompute: str) -> bool:
-            plan = self._any(choice, recompute, data=1, fsdp=replicas)
-            memory = peak_memory(self.costs, plan, batch)
-            held = memory.parameters + memory.gradients + memory.optimizer + memory.activations // share
-            return not fitting or fits(held, self.hardware)
+        @cache
+        def held(recompute: str) -> float:
+            memory = peak_memory(self.costs, self._any(choice, recompute, data=1, fsdp=replicas), batch)
+            return memory.parameters + memory.gradients + memory.optimizer + memory.activations / share
+
+        def first(ladder: tuple[str, ...]) -> int | None:
+            """The first place that may have room: what blocks keep shrinks by as much with each layer more."""
+            if not fitting or held(ladder[0]) <= room(self.hardware):
+                return 0
+            if held(ladder[-1]) > room(self.hardware):
+                return None
+            excess, shrinks = held(ladder[0]) - room(self.hardware), held(ladder[0]) - held(ladder[-1])
+            return max(1, math.ceil((len(ladder) - 1) * excess / shrinks - ROUNDING))
 
         @cache
         def time_of(recompute: str) -> float:
@@ -182,7 +204,7 @@ class _Search:
             return (1 - share) * time_of(ladder[0]) + share * time_of(ladder[-1])
 
         ladders = self._ladders(choice)
-        least = tuple(_first(ladder, room) for ladder in ladders)
+        least = tuple(map(first, ladders))
         floors = [floor(ladder, n) for ladder, n in zip(ladders, least, strict=True) if n is not None]
         if floors:
             yield min(floors), replace(choice, least=least)
@@ -194,7 +216,7 @@ class _Search:
         """A plan of the choice with its replicas divided so, whether that is legal or not."""
         pipe, context, tensor, _ = choice.group
         sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
-        order, split = choice.order or ANY_ORDER, (0, *choice.split)
+        order, split = choice.order or ANY_ORDER, (0, choice.split[0], choice.split[1] or "none")
         return self.space.plan(sizes, order, choice.micro, split, recompute)
 
     def _members(self, choice: _Choice, fitting: bool) -> Iterator[Estimate]:
@@ -239,14 +261,14 @@ class _Search:
         return sorted(found, key=lambda each: (each.peak_bytes, _rank(each)))[:1]
 
 
-def _first(ladder: tuple[str, ...], room: Callable[[str], bool], low: int = 0) -> int | None:
+def _first(ladder: tuple[str, ...], fitting: Callable[[str], bool], low: int) -> int | None:
     """The first place from `low` on that has room, where all after it have; the last is looked at by itself, as a part
     all of whose blocks compute again has no others that keep more, and may hold more than one with a single such."""
     last = len(ladder) - 1
-    if room(ladder[low]):
+    if fitting(ladder[low]):
         return low
-    found = low + 1 + bisect.bisect_left(range(low + 1, last), True, key=lambda n: room(ladder[n]))
-    return found if found < last or (found == last and room(ladder[last])) else None
+    found = low + 1 + bisect.bisect_left(range(low + 1, last), True, key=lambda n: fitting(ladder[n]))
+    return found if found < last or (found == last and fitting(ladder[last])) else None
 
 
 def _rank(each: Estimate) -> tuple[float, int, str]:
