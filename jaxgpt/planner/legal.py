@@ -29,7 +29,8 @@ from jaxgpt.sharding import mesh
 from jaxgpt.sharding.mesh import Sizes
 
 FREE = ("mesh", "micro_batch", "schedule", "virtual_stages", "zero", "recompute", "sequence_parallel", "offload")
-"""What a search may choose, by the names that the flags have."""
+"""What a search may choose, by the names that the flags have. Offload it chooses for all plans at once: a space has
+that of its configuration."""
 
 Order = tuple[str, int]
 """A schedule and its virtual stages."""
@@ -94,7 +95,7 @@ class Space:
         return self.config.model.layers
 
     def splits(self, sizes: Sizes) -> list[Split]:
-        """Stages of ZeRO and sequence parallelism that the mesh allows with any schedule, with and without offload."""
+        """Stages of ZeRO and sequence parallelism that the mesh allows with any schedule; offload as configured."""
         zeros = [self.config.zero]
         if "zero" in self.free:
             zeros = [0, 1, 2, 3] if sizes["data"] > 1 else [0]
@@ -103,8 +104,7 @@ class Space:
             sequences = [False, True] if sizes["tensor"] > 1 else [False]
         # All stages of ZeRO but 0 are split alike at rest, and that is what a mesh must divide.
         legal = {(min(z, 1), s) for z, s in self._plain if mesh.allows(self._plain[z, s], sizes)}
-        said = OFFLOAD if "offload" in self.free else (self.config.offload,)
-        return [(z, s, each) for each in said for s in sequences for z in zeros if (min(z, 1), s) in legal]
+        return [(z, s, self.config.offload) for s in sequences for z in zeros if (min(z, 1), s) in legal]
 
     @cached_property
     def _plain(self) -> dict[tuple[int, bool], RunConfig]:
@@ -162,10 +162,6 @@ class Space:
     def _context_attention(self, sizes: Sizes) -> Any:
         said = self.config.context_attention
         return ("gather" if sizes["pipe"] > 1 else "ring") if said == "auto" else said
-
-
-OFFLOAD = ("none", "optimizer")
-"""In this order more lies in the host's memory."""
 
 
 @functools.cache

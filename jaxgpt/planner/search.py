@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Literal
 
 from jaxgpt.config import RunConfig
 from jaxgpt.planner.cost import costs
@@ -32,6 +33,8 @@ from jaxgpt.planner.practice import JAXGPT
 from jaxgpt.planner.step import step_time
 from jaxgpt.sharding.mesh import Sizes
 
+OFFLOAD: tuple[Literal["none", "optimizer"], ...] = ("none", "optimizer")
+"""Tried in this order."""
 ROUNDING = 1e-6
 """Of a place in a ladder."""
 ANY_ORDER: Order = ("1f1b", 1)
@@ -68,7 +71,16 @@ def dtype_of(config: RunConfig, hardware: Hardware) -> Dtype:
 
 
 def rank(space: Space, hardware: Hardware, top: int = 5) -> Ranking:
-    """The `top` fastest plans that fit. Where none fits, the one that needs least memory; none where none is legal."""
+    """The `top` fastest plans that fit. Where none fits, the one that needs least memory; none where none is legal.
+
+    Offload, if it is free, is taken where nothing fits without it: a step that waits for the host's memory is slower
+    than one that computes more again, unless it has few tokens a device.
+    """
+    if "offload" in space.free:
+        closed = replace(space, free=space.free - {"offload"})
+        without, with_it = (replace(closed, config=replace(space.config, offload=each)) for each in OFFLOAD)
+        ranking = rank(without, hardware, top)
+        return ranking if ranking.fits or not ranking.plans else rank(with_it, hardware, top)
     search = _Search(space, hardware)
     found = search.fastest(top, fitting=True)
     unlimited = search.fastest(1, fitting=False)
@@ -79,6 +91,8 @@ def rank(space: Space, hardware: Hardware, top: int = 5) -> Ranking:
 
 def smallest(space: Space, hardware: Hardware) -> Estimate | None:
     """The plan that needs least memory, if any is legal."""
+    if "offload" in space.free:
+        space = replace(space, config=replace(space.config, offload=OFFLOAD[-1]))
     return next(iter(_Search(space, hardware).smallest()), None)
 
 
