@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from jaxgpt import recomputation
 from jaxgpt.data import blend
 from jaxgpt.errors import UserError, require
 
@@ -226,7 +227,10 @@ class RunConfig:
     """Layers of each part, "7,8,8,7"; auto: as even as can be."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over data beside the batch: 1 optimizer state and masters, 2 gradients too, 3 weights too."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: str = "none"
+    """What the backward computes again: none, selective, full; or "full:12", by the first 12 layers of each stage."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What lies in the host's memory: with optimizer the masters and Adam's moments."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of computation; masters are always fp32. auto: bf16 on GPU, fp32 on CPU."""
     log_every: int = 10
@@ -257,6 +261,7 @@ class RunConfig:
         allowed = f"must be at most --lr {self.lr}, from which the learning rate falls to it"
         require(not falls or self.min_lr <= self.lr, "--min-lr", self.min_lr, allowed, "or give --lr-schedule constant")
         blend.parse(self.data)
+        recomputation.check(self.recompute, self.model.layers)
         require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")
         require(0 < self.decay <= 1, "--decay", self.decay, "must be above 0 and at most 1")
         require(self.seed < 2**32, "--seed", self.seed, "must be below 2**32")

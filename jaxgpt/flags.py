@@ -107,8 +107,11 @@ class TrainFlags:
     """Layers of each part, such as 7,8,8,7; auto: as even as can be."""
     zero: Literal[0, 1, 2, 3]
     """Split over data: 1 optimizer state, 2 gradients too, 3 weights too."""
-    recompute: Literal["none", "selective", "full"]
-    """What the backward pass computes again rather than keeps."""
+    recompute: str
+    """What the backward pass computes again rather than keeps: none, selective or full; or such as full:12, by the
+    first 12 layers of each stage (of a virtual stage, where there are some) alone."""
+    offload: Literal["none", "optimizer"]
+    """What lies in the host's memory rather than the device's: with optimizer, fp32 masters and Adam's moments."""
     dtype: Literal["auto", "bf16", "fp32"]
     """Type of computation; auto: bf16 on GPU, fp32 on CPU."""
     log_every: int
@@ -143,8 +146,8 @@ class ExplainFlags(TrainFlags):
 class PlanFlags(TrainFlags):
     """Ranks the plans of a model on hardware that need not be there: what each costs in time and memory, and why.
 
-    What is given of --mesh, --micro-batch, --schedule, --virtual-stages, --zero, --recompute and --sequence-parallel is
-    kept; the rest is searched for.
+    What is given of --mesh, --micro-batch, --schedule, --virtual-stages, --zero, --recompute, --sequence-parallel and
+    --offload is kept; the rest is searched for.
     """
 
     preset: str = "gpt3-125m"

@@ -6,7 +6,6 @@ Where a source leaves a number of a run open (GPT-2's learning rate, Megatron's)
 import dataclasses
 import difflib
 from pathlib import Path
-from typing import Literal
 
 from jaxgpt.config import ModelConfig, RunConfig, from_json
 from jaxgpt.errors import UserError
@@ -49,7 +48,7 @@ def _gpt(
     head_width: int | None = None,
     micro: int = 4,
     tied: bool = True,
-    recompute: Literal["none", "selective", "full"] = "none",
+    recompute: str = "none",
 ) -> RunConfig:
     """A model of the GPT-2/3 family, trained on so many tokens as GPT-3 was (arXiv 2005.14165, appendix B):
     warm-up over 375 M tokens, cosine to a tenth, weight decay 0.1, beta2 0.95, clipping at 1.

@@ -40,7 +40,7 @@ SPLITS: tuple[tuple[str, dict[str, object]], ...] = (
     ("tensor=4", {"sequence_parallel": True}),
     ("data=4", {"zero": 1}),
     ("data=2,fsdp=2", {"zero": 2}),
-    ("data=4,tensor=2", {"zero": 3}),
+    ("data=4,tensor=2", {"zero": 3, "recompute": "full:1"}),
     ("context=4", {}),
     ("data=2,context=2,tensor=2", {"sequence_parallel": True, "zero": 1}),
     ("fsdp=2,context=2,tensor=2", {"context_attention": "gather", "recompute": "selective"}),

@@ -30,7 +30,7 @@ MODELS: dict[str, ModelConfig] = {
 BATCH = 24
 """It can be cut into 1, 2, 3, 4, 6, 8, 12 and 24 microbatches."""
 CASES: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (
-    ("1f1b", "pipe=2,data=2", "gpt of 7", 6, {"zero": 1}),
+    ("1f1b", "pipe=2,data=2", "gpt of 7", 6, {"zero": 1, "recompute": "full:2"}),
     ("1f1b", "pipe=4,tensor=2", "llama of 8", 4, {"sequence_parallel": True, "recompute": "selective"}),
     ("1f1b", "pipe=8", "llama of 30", 12, {"recompute": "full"}),
     ("gpipe", "pipe=2,context=2,tensor=2", "gpt of 8", 1, {"recompute": "selective"}),
@@ -38,15 +38,22 @@ CASES: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (
     ("interleaved", "pipe=2,data=2,fsdp=2", "gpt of 7", 6, {"virtual_stages": 3, "zero": 1, "recompute": "full"}),
     ("interleaved", "pipe=4,data=2", "llama of 8", 4, {"virtual_stages": 2}),
     ("interleaved", "pipe=8", "llama of 30", 8, {"virtual_stages": 3, "recompute": "selective"}),
-    ("interleaved", "pipe=2,context=2,tensor=2", "gpt of 8", 6, {"virtual_stages": 2, "sequence_parallel": True}),
-    ("zero-bubble", "pipe=2,fsdp=2,context=2", "gpt of 7", 1, {"stages": "5,2"}),
+    (
+        "interleaved",
+        "pipe=2,context=2,tensor=2",
+        "gpt of 8",
+        6,
+        {"virtual_stages": 2, "sequence_parallel": True, "recompute": "selective:1"},
+    ),
+    ("zero-bubble", "pipe=2,fsdp=2,context=2", "gpt of 7", 1, {"stages": "5,2", "recompute": "full:3"}),
     ("zero-bubble", "pipe=4,tensor=2", "llama of 30", 6, {"sequence_parallel": True, "recompute": "full"}),
     ("zero-bubble", "pipe=8", "llama of 8", 3, {"recompute": "selective"}),
 )
 """Schedule, mesh, model, microbatches, and the rest. Whole backwards (1f1b and gpipe, which are one program with two
 tables), chunks, and split backwards each meet 2, 4 and 8 stages, what splits inside the loop (tensor, with and without
 the sequence, fsdp, context), and recomputation; data and zero 1, which come after it, meet some. Microbatches are 1,
-fewer than the stages, as many, more, and more but not a multiple; layers are as many on each stage or not."""
+fewer than the stages, as many, more, and more but not a multiple; layers are as many on each stage or not, and compute
+again all of them, none, or the first few."""
 
 
 def configuration(model: str, **fields: Any) -> RunConfig:

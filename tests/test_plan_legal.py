@@ -9,7 +9,7 @@ from tiny import GPT, LLAMA, run_config
 from jaxgpt.config import RunConfig
 from jaxgpt.planner.estimate import estimate
 from jaxgpt.planner.hardware import find
-from jaxgpt.planner.legal import FREE, RECOMPUTE, Space
+from jaxgpt.planner.legal import FREE, Space
 from jaxgpt.planner.plan import Plan
 from jaxgpt.sharding import mesh
 
@@ -63,9 +63,14 @@ def test_the_space_is_what_train_allows(name):
     ours, theirs = {key(plan) for plan in found}, allowed(config, devices)
     assert ours <= theirs
     assert {each for each in theirs if not left_out(each, config.model.layers)} <= ours
-    assert {plan.recompute for plan in found} == set(RECOMPUTE)
+    alike: dict[tuple[object, ...], list[Plan]] = {}
     for plan in found:
+        alike.setdefault(key(plan), []).append(plan)
+    for plan, *others in alike.values():  # what they differ in is no mesh's to refuse
         mesh.check(plan.apply(config), plan.sizes)
+        longest = plan.longest(config.model.layers)
+        counts = {f"{kind}:{n}" for kind in ("selective", "full") for n in range(1, longest)}
+        assert {each.recompute for each in (plan, *others)} == {"none", "selective", "full"} | counts
 
 
 @pytest.mark.parametrize(
@@ -116,6 +121,11 @@ def test_what_is_left_out_is_never_better():
     assert of()[1] <= of(schedule="gpipe")[1]
     chunks = [of(schedule="interleaved", virtual_stages=v) for v in (6, 7, 8, 9)]  # of two layers at most
     assert chunks == sorted(chunks)
-    again = [of(recompute=each) for each in RECOMPUTE]
+    for kind in ("selective", "full"):
+        counts = [f"{kind}:{n}" for n in range(1, 12)]
+        again = [of(recompute=each) for each in ("none", *counts, kind)]
+        assert again == sorted(again, key=lambda each: each[0])
+        assert again[:-1] == sorted(again[:-1], key=lambda each: -each[1])
+    again = [of(recompute=each) for each in ("none", "selective", "full")]
     assert [each[0] for each in again] == sorted(each[0] for each in again)
     assert [each[1] for each in again] == sorted((each[1] for each in again), reverse=True)

@@ -83,6 +83,15 @@ def test_what_is_given_is_kept(capsys):
     assert {(each["mesh"], each["schedule"]) for each in document["plans"]} == {("pipe=2,data=2", "zero-bubble")}
 
 
+def test_layers_that_compute_again_can_be_counted(capsys):
+    (plan, *_) = told(capsys, *SMALL, "--recompute", "full:12")["plans"]
+    assert plan["recompute"] == "full:12"
+    all_of_them, none = (told(capsys, *SMALL, "--recompute", each)["plans"][0] for each in ("full", "none"))
+    assert none["step_seconds"] < plan["step_seconds"] < all_of_them["step_seconds"]
+    for bad in ("full:0", "full:25", "selective:x", "none:3", "half", "full:"):
+        assert refused(capsys, "plan", *SMALL, "--recompute", bad).startswith(f"--recompute {bad}: must ")
+
+
 def test_a_presets_own_choices_are_not_kept(capsys):
     """They are what train does without a plan; here they are what is asked for."""
     base = presets.preset("gpt3-1.3b")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxgpt.planner.estimate import estimate
-from jaxgpt.planner.hardware import find
+from jaxgpt.planner.hardware import HostMemory, find
 from jaxgpt.planner.memory import MARGIN, fits
 from jaxgpt.planner.plan import Plan
 from jaxgpt.presets import preset
@@ -55,3 +55,32 @@ def test_microbatches_that_wait_are_held():
     assert many == few * 8
     ours = dataclasses.replace(plan, schedule="1f1b")
     assert estimate(model, ours, H100, 64).memory.activations == estimate(model, ours, H100, 512).memory.activations
+
+
+# In the host's memory
+
+
+def test_offload_takes_masters_and_moments_to_the_host():
+    model = preset("gpt3-6.7b").model
+    plan = Plan(data=2, fsdp=4, zero=1)
+    here, there = (estimate(model, dataclasses.replace(plan, offload=each), H100, 8) for each in ("none", "optimizer"))
+    assert (here.host_bytes, here.time.offload, there.memory.optimizer) == (0, 0, 0)
+    assert there.host_bytes == 3 * here.memory.optimizer  # two copies, while they are updated
+    state = 12 * here.memory.optimizer // 8
+    assert 0.9 * state <= here.peak_bytes - there.peak_bytes <= state
+    # 28 bytes a parameter over the link
+    assert there.time.offload == pytest.approx(28 * state / 12 / H100.offload.bandwidth)
+    assert there.step_seconds == pytest.approx(here.step_seconds + there.time.offload)
+
+
+def test_what_the_host_has_no_room_for_does_not_fit():
+    model, plan = preset("gpt2-1.5b").model, Plan(data=8, offload="optimizer")
+    small = dataclasses.replace(H100, name="small host", offload=HostMemory(bandwidth=5e10, memory=1e9))
+    assert estimate(model, plan, H100, 8).fits
+    assert not estimate(model, plan, small, 8).fits
+
+
+def test_on_cpu_offload_saves_nothing():
+    model, cpu = preset("gpt2-124m").model, find("cpu")
+    ours, theirs = (estimate(model, Plan(offload=each), cpu, 8, dtype="fp32") for each in ("none", "optimizer"))
+    assert (ours.memory, ours.time) == (theirs.memory, theirs.time)

@@ -17,6 +17,7 @@ from jaxgpt.planner.kernels import Kernels
 from jaxgpt.planner.links import Group
 from jaxgpt.planner.plan import Plan
 from jaxgpt.planner.practice import Practice
+from jaxgpt.recomputation import Kind
 
 FORWARD_KERNELS = 16
 """Kernels of a block's forward, about; its backward has twice as many."""
@@ -47,7 +48,7 @@ class Work:
     def backward(self) -> float:
         return self.to_input + self.to_weights
 
-    def again(self, recompute: flops.Recompute, practice: Practice) -> float:
+    def again(self, recompute: Kind, practice: Practice) -> float:
         """What recomputation adds to the backward."""
         if recompute == "none":
             return 0.0
@@ -217,11 +218,11 @@ def seen(seconds: float, window: float) -> float:
     return seconds - hidden + CONTENTION * hidden
 
 
-def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
+def over_tensor(costs: Costs, plan: Plan, group: Group, recompute: Kind) -> tuple[float, float]:
     """A block's exposed communication over tensor, forward and backward, by Megatron's splits: a sum of the stream
     after each pair of products (arXiv 1909.08053); with sequence parallelism a gather and a scattering sum in its
     place, and a gather more for the weights' gradients (arXiv 2205.05198)."""
-    ways, stream, full = costs.practice, costs.stream(plan), plan.recompute == "full"
+    ways, stream, full = costs.practice, costs.stream(plan), recompute == "full"
     if plan.sequence_parallel:
         again = (4 if ways.repeats_all else 1) if full else 0
         each, forward, backward = group.all_gather(stream), 4, 6 + again
@@ -232,7 +233,7 @@ def over_tensor(costs: Costs, plan: Plan, group: Group) -> tuple[float, float]:
     return share * forward * each, share * backward * each
 
 
-def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[float, float]:
+def over_context(costs: Costs, plan: Plan, group: Group, work: Work, recompute: Kind) -> tuple[float, float]:
     """A block's exposed communication over context: keys and values round a ring, or gathered. Backward, keys and
     values again, and their gradients in fp32. A ring's messages can hide under attention, turn by turn."""
     n = plan.context
@@ -242,7 +243,7 @@ def over_context(costs: Costs, plan: Plan, group: Group, work: Work) -> tuple[fl
         gathered = group.all_gather(n * (kv + edges))
         return gathered, gathered + group.reduce_scatter(2 * n * kv)
     turn, forward = group.permute(kv), (n - 1) * group.permute(kv + edges)
-    again = forward if plan.recompute == "full" else 0.0
+    again = forward if recompute == "full" else 0.0
     backward = again + forward + (2 * (n - 1) + 1) * turn
     hidden = costs.practice.hidden_weights * work.attention
     return seen(forward, hidden), seen(backward, BACKWARD_ATTENTION * hidden)

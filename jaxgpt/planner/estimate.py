@@ -9,10 +9,11 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.planner.cost import costs
 from jaxgpt.planner.flops import recomputed_per_token
 from jaxgpt.planner.hardware import Dtype, Hardware
-from jaxgpt.planner.memory import fits, peak_memory
+from jaxgpt.planner.memory import fits, host_memory, peak_memory
 from jaxgpt.planner.plan import Estimate, Plan
 from jaxgpt.planner.practice import JAXGPT, Practice
 from jaxgpt.planner.step import step_time
+from jaxgpt.recomputation import recomputation
 
 
 def estimate(
@@ -32,6 +33,7 @@ def estimate(
     memory = peak_memory(found, plan, global_batch)
     tokens = global_batch * model.seq
     flops = tokens * found.flops_per_token
+    again = plan.repeated(model.layers) * recomputed_per_token(model, recomputation(plan.recompute).kind)
     return Estimate(
         plan=plan,
         model=model,
@@ -40,7 +42,8 @@ def estimate(
         time=step_time(found, plan, global_batch),
         peak_flops=hardware.peak(dtype),
         capacity=hardware.memory,
+        host_bytes=host_memory(found, plan),
         model_flops=flops,
-        hardware_flops=flops + tokens * recomputed_per_token(model, plan.recompute),
-        fits=fits(memory.peak, hardware),
+        hardware_flops=flops + tokens * again,
+        fits=fits(memory.peak, hardware) and host_memory(found, plan) <= hardware.offload.memory,
     )

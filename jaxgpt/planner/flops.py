@@ -4,11 +4,8 @@ MFU is model FLOPs / (time x peak x devices), HFU the same with what is recomput
 wherever one is printed: figures by different formulas cannot be compared.
 """
 
-from typing import Literal
-
 from jaxgpt.config import ModelConfig
-
-Recompute = Literal["none", "selective", "full"]
+from jaxgpt.recomputation import Kind
 
 
 def matrix_weights(model: ModelConfig) -> float:
@@ -33,10 +30,10 @@ def flops_per_token(model: ModelConfig) -> float:
     return 6.0 * matrix_weights(model) + 12.0 * model.layers * model.heads * model.head * keys(model)
 
 
-def recomputed_per_token(model: ModelConfig, recompute: Recompute) -> float:
-    """FLOPs of one token that recomputation adds in jaxgpt: with full, a block's forward without its last product,
-    whose result its backward does not need; with selective none that is counted, since products and attention are
-    kept."""
+def recomputed_per_token(model: ModelConfig, recompute: Kind) -> float:
+    """FLOPs of one token that recomputation in all layers adds in jaxgpt: with full, a block's forward without its last
+    product, whose result its backward does not need; with selective none that is counted, since products and attention
+    are kept."""
     if recompute != "full":
         return 0.0
     attention = 4.0 * model.layers * model.heads * model.head * keys(model)

@@ -46,6 +46,19 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """bandwidth: bytes a second between one device and its host, in one direction, as reached when all devices of the
+    host do so; memory: bytes of the host's that are one device's share."""
+
+    bandwidth: float
+    memory: float
+
+
+PCIE3 = HostMemory(bandwidth=6e9, memory=64e9)
+"""What is taken of a device whose file says nothing of its host: half of PCIe 3.0 with 16 lanes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Peaks:
     """TFLOP/s of one device by type of the operands; bf16 stands for any 16-bit type."""
 
@@ -68,6 +81,7 @@ class Hardware:
     inside: Link
     between: Link
     efficiency: Efficiency
+    offload: HostMemory = PCIE3
     pairwise: bool = False
     shared: bool = False
 

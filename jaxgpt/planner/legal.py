@@ -12,6 +12,7 @@ What is not free is as the configuration says. Some legal plans are left out, ea
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,18 +24,18 @@ from jaxgpt.errors import UserError
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.placement import place
 from jaxgpt.planner.plan import Plan
+from jaxgpt.recomputation import KINDS, counted
 from jaxgpt.sharding import mesh
 from jaxgpt.sharding.mesh import Sizes
 
-FREE = ("mesh", "micro_batch", "schedule", "virtual_stages", "zero", "recompute", "sequence_parallel")
-"""What a search may choose, by the names that the flags have."""
+FREE = ("mesh", "micro_batch", "schedule", "virtual_stages", "zero", "recompute", "sequence_parallel", "offload")
+"""What a search may choose, by the names that the flags have. Offload it chooses for all plans at once: a space has
+that of its configuration."""
 
 Order = tuple[str, int]
 """A schedule and its virtual stages."""
-Split = tuple[int, bool]
-"""A stage of ZeRO, and whether the sequence lies over `tensor`."""
-RECOMPUTE = ("none", "selective", "full")
-"""In this order more is computed again and less is kept."""
+Split = tuple[int, bool, str]
+"""A stage of ZeRO, whether the sequence lies over `tensor`, and what lies in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class Space:
 
     def plans(self, sizes: Sizes) -> Iterator[Plan]:
         """The legal plans on a mesh, in a fixed order, and of those alike but for recomputation less of it first."""
-        splits, again = self.splits(sizes), self.recomputations
+        splits = self.splits(sizes)
         for order, count in self.orders(sizes):
+            again = self.recomputations(sizes["pipe"], order)
             for split in splits:
                 for recompute in again:
                     yield self.plan(sizes, order, count, split, recompute)
@@ -66,7 +68,8 @@ class Space:
     def plan(self, sizes: Sizes, order: Order, micro: int, split: Split, recompute: str) -> Plan:
         """One of them."""
         name, chunks = order
-        chosen: dict[str, Any] = {**sizes, "schedule": name, "recompute": recompute, "zero": split[0]}
+        chosen: dict[str, Any] = {**sizes, "schedule": name, "recompute": recompute}
+        chosen |= {"zero": split[0], "offload": split[2]}
         return Plan(
             **chosen,
             micro_batch=micro,
@@ -77,13 +80,22 @@ class Space:
             hardware=self.hardware,
         )
 
+    def recomputations(self, stages: int, order: Order) -> list[str]:
+        """What may be computed again: nothing, and of either kind by so many layers of each part as there are."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.ladders(stages, order))))
+
+    def ladders(self, stages: int, order: Order) -> tuple[tuple[str, ...], ...]:
+        """The same, for each kind from less of it to more."""
+        if "recompute" not in self.free:
+            return ((self.config.recompute,),)
+        return _ladders(Plan(pipe=stages, virtual_stages=order[1], stages=self.config.stages).longest(self._layers))
+
     @property
-    def recomputations(self) -> tuple[str, ...]:
-        """What may be computed again."""
-        return RECOMPUTE if "recompute" in self.free else (self.config.recompute,)
+    def _layers(self) -> int:
+        return self.config.model.layers
 
     def splits(self, sizes: Sizes) -> list[Split]:
-        """Stages of ZeRO and sequence parallelism that the mesh allows with any schedule."""
+        """Stages of ZeRO and sequence parallelism that the mesh allows with any schedule; offload as configured."""
         zeros = [self.config.zero]
         if "zero" in self.free:
             zeros = [0, 1, 2, 3] if sizes["data"] > 1 else [0]
@@ -92,10 +104,10 @@ class Space:
             sequences = [False, True] if sizes["tensor"] > 1 else [False]
         # All stages of ZeRO but 0 are split alike at rest, and that is what a mesh must divide.
         legal = {(min(z, 1), s) for z, s in self._plain if mesh.allows(self._plain[z, s], sizes)}
-        return [(z, s) for s in sequences for z in zeros if (min(z, 1), s) in legal]
+        return [(z, s, self.config.offload) for s in sequences for z in zeros if (min(z, 1), s) in legal]
 
     @cached_property
-    def _plain(self) -> dict[Split, RunConfig]:
+    def _plain(self) -> dict[tuple[int, bool], RunConfig]:
         """The configuration for each kind of split, without what orders() looks at."""
         cut: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1, "stages": "auto", "micro_batch": None}
         zeros: tuple[Any, ...] = (0, 1) if "zero" in self.free else (min(self.config.zero, 1),)
@@ -150,6 +162,12 @@ class Space:
     def _context_attention(self, sizes: Sizes) -> Any:
         said = self.config.context_attention
         return ("gather" if sizes["pipe"] > 1 else "ring") if said == "auto" else said
+
+
+@functools.cache
+def _ladders(rows: int) -> tuple[tuple[str, ...], ...]:
+    """For parts of so many layers."""
+    return tuple(tuple(counted(kind, n, rows) for n in range(rows + 1)) for kind in KINDS[1:])
 
 
 @functools.cache

@@ -6,13 +6,16 @@ beside is counted as what the program visibly makes: a block's inside, a chunk o
 that a stage takes out of its arrays. Rings and gradients are changed in place, and have no second copy.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jaxgpt.planner.cost import Costs
 from jaxgpt.planner.hardware import Hardware
 from jaxgpt.planner.plan import Memory, Plan
 from jaxgpt.planner.practice import Held
 from jaxgpt.planner.ticks import Rings, rings
+from jaxgpt.recomputation import Kind, recomputation
 
 MARGIN = 0.08
 """By how much a compiled program may need more than is predicted; `fits` allows for it."""
@@ -22,7 +25,12 @@ CHUNK_LOGITS = 2**25
 
 def fits(peak: int, hardware: Hardware) -> bool:
     """Whether a peak, MARGIN above what is predicted, is within the device's memory."""
-    return peak * (1 + MARGIN) <= hardware.memory
+    return peak <= room(hardware)
+
+
+def room(hardware: Hardware) -> float:
+    """Bytes of the device's memory that a predicted peak may take."""
+    return hardware.memory / (1 + MARGIN)
 
 
 def peak_memory(costs: Costs, plan: Plan, global_batch: int) -> Memory:
@@ -31,6 +39,14 @@ def peak_memory(costs: Costs, plan: Plan, global_batch: int) -> Memory:
     if held is not None:
         return _other(costs, plan, held)
     return _Compiled(costs, plan, plan.microbatches(global_batch)).memory()
+
+
+def host_memory(costs: Costs, plan: Plan) -> int:
+    """Bytes of the host's memory that a plan takes for one device: masters and moments, where they lie there, twice
+    while they are updated (training.offload). On CPU all memory is the host's."""
+    if plan.offload == "none" or costs.hardware.kind == "cpu":
+        return 0
+    return 24 * _Compiled(costs, plan, 1).at_rest
 
 
 # Other programs
@@ -50,15 +66,18 @@ def _other(costs: Costs, plan: Plan, held: Held) -> Memory:
     if not costs.practice.fused_attention:
         scores = 5 * plan.micro_batch * model.heads // t * model.seq * model.seq
     boundary = held.boundary * stream // (t if plan.sequence_parallel else 1)
-    kept = {"full": boundary, "selective": inside, "none": inside + scores}[plan.recompute]
-    again = {"full": inside + scores, "selective": scores, "none": 0}[plan.recompute]
+    of_block = {"full": boundary, "selective": inside, "none": inside + scores}
+    said = recomputation(plan.recompute)
+    repeated = said.of(blocks)
+    kept = repeated * of_block[said.kind] + (blocks - repeated) * of_block["none"]
+    again = {"full": inside + scores, "selective": scores, "none": 0}[said.kind]
     microbatches = p + (p - 1) / v if v > 1 else held.microbatches(p)
     logits = held.logit * tokens * model.padded_vocab // t
     return Memory(
         parameters=2 * entries,
         gradients=(state - 2) * entries,
         optimizer=moments,
-        activations=round(kept * blocks * microbatches),
+        activations=round(kept * microbatches),
         logits=max(0, logits - again),
         buffers=again + held.overhead + (held.communication if plan.devices > 1 else 0),
     )
@@ -98,25 +117,32 @@ class _Compiled:
         """At the peak, which is in the backward of a stage or in the head, whichever holds more."""
         plan, costs = self.plan, self.costs
         blocks, ends = self._entries()
-        all_of_it = blocks + ends
-        rest = all_of_it // (plan.fsdp * (plan.data if plan.zero else 1))
+        all_of_it, rest = blocks + ends, self.at_rest
         accumulated = plan.fsdp * (plan.data if plan.zero >= 2 else 1)
         used = plan.fsdp * (plan.data if plan.zero == 3 else 1)
         element = costs.kernels.bytes
         weights = element * (all_of_it // used)
         whole_ends = element * ends if used > 1 else 0  # gathered
-        inside = self._inside(used > 1, accumulated)
+        inside = self._busiest(used > 1, accumulated)
         head = 6 * self._chunk() * self._vocab() + 3 * self._stream()
         at_head = head > inside
         batch = (12 if costs.practice.masked else 8) * self.microbatches * costs.tokens(plan)
+        masters, early = 4 * rest, 0
+        if host_memory(costs, plan):  # the compiler brings the tables' moments before it needs them
+            masters, early = 0, 8 * rest * ends // all_of_it
         return Memory(
-            parameters=4 * rest + weights + whole_ends,
+            parameters=masters + weights + whole_ends,
             gradients=4 * (all_of_it // accumulated),
-            optimizer=8 * rest,
+            optimizer=2 * masters,
             activations=self._activations(),
             logits=4 * ends + (head if at_head else 0),
-            buffers=(0 if at_head else inside) + self._messages() + batch,
+            buffers=early + (0 if at_head else inside) + self._messages() + batch,
         )
+
+    @property
+    def at_rest(self) -> int:
+        """Entries of the parameters on one device."""
+        return sum(self._entries()) // (self.plan.fsdp * (self.plan.data if self.plan.zero else 1))
 
     def _stream(self) -> int:
         """Bytes of a microbatch's residual stream as it lies between blocks."""
@@ -132,9 +158,7 @@ class _Compiled:
 
     def _rows(self) -> int:
         """Blocks of a part."""
-        if self.plan.stages != "auto":
-            return max(int(each) for each in self.plan.stages.split(","))
-        return -(-self.costs.model.layers // (self.plan.pipe * self.plan.virtual_stages))
+        return self.plan.longest(self.costs.model.layers)
 
     def _entries(self) -> tuple[int, int]:
         """Of blocks and ends on one device, before FSDP and ZeRO."""
@@ -144,7 +168,8 @@ class _Compiled:
 
     def _activations(self) -> int:
         """What blocks keep for their backward: of one microbatch; in a pipeline in all places of its ring."""
-        return self._rows() * self._kept() * (self._rings().residuals if self.plan.pipe > 1 else 1)
+        kept = self._of_part(lambda blocks: blocks._kept())
+        return kept * (self._rings().residuals if self.plan.pipe > 1 else 1)
 
     def _rings(self) -> Rings:
         return rings(self.plan.schedule, self.plan.pipe, self.microbatches, self.plan.virtual_stages)
@@ -153,7 +178,32 @@ class _Compiled:
         """Rings of what goes between stages and parts of the backward, and of the head's gradients."""
         found = self._rings()
         messages = found.inbox_forward + found.inbox_backward + found.heads
-        return messages * self._stream() + found.splits * self._rows() * self._between()
+        between = self._of_part(lambda blocks: blocks._between()) if found.splits else 0
+        return messages * self._stream() + found.splits * between
+
+    @cached_property
+    def _alike(self) -> tuple["_Compiled", ...]:
+        """The plan as if all its blocks computed again what some do, and as if all did what the rest do."""
+        said = recomputation(self.plan.recompute)
+        if said.layers is None:
+            return (self,)
+        kinds: tuple[Kind, ...] = (said.kind, "none") if said.of(self._rows()) < self._rows() else (said.kind,)
+        return tuple(replace(self, plan=replace(self.plan, recompute=kind)) for kind in kinds)
+
+    def _busiest(self, gathered: bool, accumulated: int) -> int:
+        """The most that a block's backward holds, less what is free by then: in a part whose last blocks keep more than
+        its first ones, all that the last ones kept, but for a pipeline's rings."""
+        first, *others = (each._inside(gathered, accumulated) for each in self._alike)
+        if others and self.plan.pipe == 1:
+            first -= self._of_part(lambda blocks: 0 if blocks is self._alike[0] else blocks._kept())
+        return max(first, *others) if others else first
+
+    def _of_part(self, nbytes: Callable[["_Compiled"], int]) -> int:
+        """Bytes of a part's blocks, from those of one of each kind."""
+        first, *others = map(nbytes, self._alike)
+        rows = self._rows()
+        count = recomputation(self.plan.recompute).of(rows) if others else rows
+        return count * first + sum((rows - count) * other for other in others)
 
     def _between(self) -> int:
         """Bytes that the first part of a block's backward hands to the second."""

@@ -18,10 +18,11 @@ from typing import Any, Literal
 from jaxgpt.config import ModelConfig, RunConfig, check_types
 from jaxgpt.errors import UserError
 from jaxgpt.pipeline.microbatches import micro_batch
+from jaxgpt.recomputation import recomputation
 from jaxgpt.sharding.mesh import Sizes, format_mesh, parse
 from jaxgpt.sharding.rows import AXES
 
-CHOSEN = ("micro_batch", "schedule", "virtual_stages", "stages", "zero", "recompute", "sequence_parallel")
+CHOSEN = ("micro_batch", "schedule", "virtual_stages", "stages", "zero", "recompute", "sequence_parallel", "offload")
 """Fields that a plan and a run's configuration have in common under one name, beside the mesh and attention's way over
 context."""
 
@@ -43,8 +44,9 @@ class Plan:
     virtual_stages: int = 1
     stages: str = "auto"
     zero: Literal[0, 1, 2, 3] = 0
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: str = "none"
     sequence_parallel: bool = False
+    offload: Literal["none", "optimizer"] = "none"
     context_attention: Literal["ring", "gather"] = "gather"
     hardware: str = "h100"
     """Name in the table of hardware, or the path of a hardware file."""
@@ -66,6 +68,26 @@ class Plan:
     def microbatches(self, global_batch: int) -> int:
         """Microbatches of a step."""
         return global_batch // (self.replicas * self.micro_batch)
+
+    def parts(self, layers: int) -> list[int]:
+        """Layers of each part of a model of so many (pipeline.placement)."""
+        if self.stages != "auto":
+            return [int(each) for each in self.stages.split(",")]
+        short, longer = divmod(layers, parts := self.pipe * self.virtual_stages)
+        return [short] * (parts - longer) + [short + 1] * longer
+
+    def longest(self, layers: int) -> int:
+        """Layers of the longest of them."""
+        if self.stages != "auto":
+            return max(self.parts(layers))
+        return -(-layers // (self.pipe * self.virtual_stages))
+
+    def repeated(self, layers: int) -> float:
+        """Share of a model's layers that compute again, of whatever kind."""
+        said = recomputation(self.recompute)
+        if said.layers is None:
+            return float(said.kind != "none")
+        return sum(map(said.of, self.parts(layers))) / layers
 
     @staticmethod
     def of(config: RunConfig, sizes: Sizes, hardware: str) -> "Plan":
@@ -95,12 +117,14 @@ class Plan:
         Raises UserError, naming the file, where a choice is missing or is not what it may be.
         """
         known = ("mesh", *CHOSEN, "context_attention", "hardware")
+        fields = {"offload": "none", **fields}  # which plans did not say before there was any
         lacking = [each for each in known if each not in fields]
         if lacking:
             raise UserError(f"{name}: not a plan of jaxgpt (without {', '.join(lacking)}); save one with jaxgpt plan")
         chosen = {each: fields[each] for each in known[1:]}
         try:
             check_types(Plan, chosen)
+            recomputation(chosen["recompute"])
             if not isinstance(fields["mesh"], str):
                 raise UserError(f"mesh {json.dumps(fields['mesh'])}: must be a text")
             axes: dict[str, Any] = {**parse(fields["mesh"])}
@@ -144,11 +168,13 @@ class Time:
     """A pipeline's idle time."""
     optimizer: float
     """The update, and the norm of the gradient."""
+    offload: float = 0.0
+    """Reading the state from the host's memory, and writing it there."""
 
     @property
     def step(self) -> float:
         """The whole step."""
-        return self.computation + sum(self.exposed.values()) + self.bubble + self.optimizer
+        return self.computation + sum(self.exposed.values()) + self.bubble + self.optimizer + self.offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +190,8 @@ class Estimate:
     """FLOP/s of one device in the type of computation, as its vendor states."""
     capacity: int
     """Bytes of one device that a program may use."""
+    host_bytes: int
+    """Of the host's memory, for one device."""
     model_flops: float
     """Of a step, over all devices; recomputation not counted (planner.flops)."""
     hardware_flops: float
@@ -220,6 +248,7 @@ class Estimate:
             "hfu": self.hfu,
             "peak_bytes": self.peak_bytes,
             "capacity_bytes": self.capacity,
+            "host_bytes": self.host_bytes,
             "fits": self.fits,
             "memory": dataclasses.asdict(self.memory),
             "time": {
@@ -227,5 +256,6 @@ class Estimate:
                 **{f"exposed {axis}": seconds for axis, seconds in self.time.exposed.items()},
                 "bubble": self.time.bubble,
                 "optimizer": self.time.optimizer,
+                **({"offload": self.time.offload} if self.time.offload else {}),
             },
         }

@@ -27,7 +27,8 @@ def parts(estimate: Estimate) -> dict[str, float]:
     """Seconds of a step by part; they add up to it."""
     time = estimate.time
     exposed = {f"{axis} exposed": seconds for axis, seconds in time.exposed.items()}
-    return {"computation": time.computation, **exposed, "bubble": time.bubble, "optimizer": time.optimizer}
+    after = {"bubble": time.bubble, "optimizer": time.optimizer, "offload": time.offload}
+    return {"computation": time.computation, **exposed, **after}
 
 
 def why(estimate: Estimate, first: Estimate) -> str:
@@ -54,6 +55,7 @@ def choices(estimate: Estimate) -> str:
     said += [f"zero {plan.zero}"] if plan.zero else []
     said += ["sequence parallel"] if plan.sequence_parallel else []
     said += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    said += [f"offload {plan.offload}, {size(estimate.host_bytes)}"] if plan.offload != "none" else []
     return ", ".join(said)
 
 

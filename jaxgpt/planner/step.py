@@ -1,26 +1,48 @@
 """Time of a whole step: what planner.cost says of a block and the ends, put together as the schedule's table has it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxgpt.planner.cost import Costs, over_context, over_tensor, over_weights, reordered, seen
 from jaxgpt.planner.links import Group, group
+from jaxgpt.planner.memory import host_memory
 from jaxgpt.planner.plan import Plan, Time
 from jaxgpt.planner.ticks import table_time, ticks
+from jaxgpt.recomputation import Kind, recomputation
 
 Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _Block:
     """Seconds of a block for one microbatch, communication within included: forward, and backward in its two parts."""
 
     forward: float
     to_input: float
     to_weights: float
+    computed: float
+    """Of all three, computation; what is computed again included."""
+    sent: Mapping[str, float]
+    """And communication, by axis."""
 
     @property
-    def backward(self) -> float:
-        return self.to_input + self.to_weights
+    def both(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.to_input + self.to_weights
+
+    def mixed(self, other: "_Block", share: float) -> "_Block":
+        """The mean of blocks, of which a share is this one and the rest the other."""
+
+        def mean(one: float, two: float) -> float:
+            return share * one + (1 - share) * two
+
+        return _Block(
+            forward=mean(self.forward, other.forward),
+            to_input=mean(self.to_input, other.to_input),
+            to_weights=mean(self.to_weights, other.to_weights),
+            computed=mean(self.computed, other.computed),
+            sent={axis: mean(seconds, other.sent[axis]) for axis, seconds in self.sent.items()},
+        )
 
 
 def step_time(costs: Costs, plan: Plan, global_batch: int) -> Time:
@@ -44,18 +66,17 @@ class _Step:
     def time(self) -> Time:
         """All parts. What is computed counts as if blocks were shared evenly by the stages; all that a stage waits
         beside that, for others or for the longest part, is the bubble; of devices that share one processor, nothing."""
-        plan, costs, work = self.plan, self.costs, self.costs.block(self.plan)
-        again = work.again(plan.recompute, costs.practice)
-        block, exposed = self._block()
+        plan, costs = self.plan, self.costs
+        block, longest = self._blocks()
         share = self.microbatches * costs.model.layers / plan.pipe
         ends = costs.ends(plan)
         ends_here = ends if costs.practice.shared_ends else ends / plan.pipe
-        computation = share * (work.forward + work.backward + again) + self.microbatches * ends_here
-        sent = {axis: share * seconds for axis, seconds in exposed.items()}
+        computation = share * block.computed + self.microbatches * ends_here
+        sent = {axis: share * seconds for axis, seconds in block.sent.items()}
         for axis, seconds in (*self._at_ends().items(), *self._reductions().items()):
             sent[axis] = sent.get(axis, 0.0) + seconds
-        within = share * (block.forward + block.backward) + self.microbatches * ends_here
-        bubble = self._pipeline(block, ends) - within
+        within = share * block.both + self.microbatches * ends_here
+        bubble = self._pipeline(block, longest, ends) - within
         if plan.pipe > 1:
             sent["pipe"] = sent.get("pipe", 0.0) + self._messages()
         return Time(
@@ -63,24 +84,39 @@ class _Step:
             exposed={axis: seconds for axis, seconds in sent.items() if seconds > 0},
             bubble=0.0 if costs.hardware.shared else max(0.0, bubble),
             optimizer=self._optimizer(),
+            offload=self._offload(),
         )
 
-    def _block(self) -> tuple[_Chunk, dict[str, float]]:
-        """A block, and the part of it that is communication, by axis."""
+    def _blocks(self) -> tuple[_Block, _Block]:
+        """The mean of all blocks, and of those of the longest part."""
+        said, rows = recomputation(self.plan.recompute), self._longest()
+        block = self._block(said.kind)
+        if said.layers is None:
+            return block, block
+        other = self._block("none")
+        whole = block.mixed(other, self.plan.repeated(self.costs.model.layers))
+        return whole, block.mixed(other, said.of(rows) / rows)
+
+    def _block(self, recompute: Kind) -> _Block:
         plan, costs, work = self.plan, self.costs, self.costs.block(self.plan)
-        again = work.again(plan.recompute, costs.practice)
+        again = work.again(recompute, costs.practice)
         sent: dict[str, tuple[float, float]] = {}
         if plan.tensor > 1:
-            sent["tensor"] = over_tensor(costs, plan, self.group("tensor"))
+            sent["tensor"] = over_tensor(costs, plan, self.group("tensor"), recompute)
         if plan.context > 1:
-            sent["context"] = over_context(costs, plan, self.group("context"), work)
+            sent["context"] = over_context(costs, plan, self.group("context"), work, recompute)
         used, accumulated = self._split_axes()
         if accumulated:
             axis = "fsdp" if plan.fsdp > 1 else "data"
             sent[axis] = over_weights(costs, plan, self.group(*used), self.group(*accumulated), work)
         forward, backward = (sum(each[i] for each in sent.values()) for i in (0, 1))
-        block = _Chunk(work.forward + forward, work.to_input + again + backward, work.to_weights)
-        return block, {axis: sum(each) for axis, each in sent.items()}
+        return _Block(
+            forward=work.forward + forward,
+            to_input=work.to_input + again + backward,
+            to_weights=work.to_weights,
+            computed=work.forward + work.backward + again,
+            sent={axis: sum(each) for axis, each in sent.items()},
+        )
 
     def _split_axes(self) -> tuple[Axes, Axes]:
         """Axes over which weights lie split between uses, and gradients while they are accumulated (sharding.rows)."""
@@ -88,23 +124,22 @@ class _Step:
         data = ("data",) if self.plan.data > 1 else ()
         return (*fsdp, *(data if zero == 3 else ())), (*fsdp, *(data if zero >= 2 else ()))
 
-    def _pipeline(self, block: _Chunk, ends: float) -> float:
-        """Time from the first forward to the last backward, messages between stages not counted."""
+    def _pipeline(self, block: _Block, longest: _Block, ends: float) -> float:
+        """Time from the first forward to the last backward, messages between stages not counted. longest: the mean
+        block of the longest part."""
         plan, m, p, v = self.plan, self.microbatches, self.plan.pipe, self.plan.virtual_stages
         layers = self.costs.model.layers
         if self.costs.practice.shared_ends or p == 1:
-            lengths = (self._longest() * each for each in (block.forward, block.to_input, block.to_weights))
+            lengths = (self._longest() * each for each in (longest.forward, longest.to_input, longest.to_weights))
             return m * ends + table_time(plan.schedule, p, m, v, *lengths)
         # stages on their own: the slowest is never idle but while the first microbatch passes through the others
-        stage = layers / p * (block.forward + block.backward)
-        slowest = self._longest() * v * (block.forward + block.backward) + ends
+        stage = layers / p * block.both
+        slowest = self._longest() * v * longest.both + ends
         return m * slowest + (p - 1) * stage / v
 
     def _longest(self) -> int:
         """Blocks of the longest part."""
-        if self.plan.stages != "auto":
-            return max(int(each) for each in self.plan.stages.split(","))
-        return -(-self.costs.model.layers // (self.plan.pipe * self.plan.virtual_stages))
+        return self.plan.longest(self.costs.model.layers)
 
     # Communication outside of blocks
 
@@ -185,3 +220,9 @@ class _Step:
         held = sum(self._weights_here()) / (plan.fsdp * (plan.data if plan.zero else 1))
         norm = self.group("pipe", "data", "fsdp", "context", "tensor").all_reduce(4)
         return self.costs.kernels.passes(self.costs.practice.update_bytes * held) + norm
+
+    def _offload(self) -> float:
+        """State that lies in the host's memory: masters read once to compute with; masters and moments read, and
+        written again, by the update. Nothing of it hides."""
+        entries = host_memory(self.costs, self.plan) / 24
+        return 28 * entries / self.costs.hardware.offload.bandwidth

@@ -38,8 +38,10 @@ class Verified:
     arguments: int
     """State and batch."""
     temporary: int
+    host: int
+    """In the host's memory: state, and what a second copy of it takes."""
     peak: int
-    """Most that is held at a time."""
+    """Most that is held at a time, on the device."""
     predicted: Totals
     """Received in a step, by kind of collective and axes: by the ledger of the traced step."""
     compiled: Totals
@@ -59,6 +61,8 @@ class Verified:
             ("  state and batch", size(self.arguments), "", f"parameters and optimizer predicted: {size(state)}"),
             ("  temporary", size(self.temporary), "", f"all else predicted: {size(self.estimate.peak_bytes - state)}"),
         ]
+        if self.host:
+            rows.append(_row("in the host's memory", self.estimate.host_bytes, self.host))
         for kind, axes in dict.fromkeys([*self.predicted, *self.compiled]):
             ours, theirs = (each.get((kind, axes), Total()) for each in (self.predicted, self.compiled))
             rows.append(_row(f"{kind} over {', '.join(axes)}", float(ours.received), float(theirs.received)))
@@ -74,6 +78,7 @@ class Verified:
             "predicted_peak_bytes": self.estimate.peak_bytes,
             "argument_bytes": self.arguments,
             "temporary_bytes": self.temporary,
+            "host_bytes": self.host,
             "fits": self.fits,
             "collectives": [
                 {
@@ -110,7 +115,8 @@ def verify(estimate: Estimate, program: Program, named: str) -> Verified:
         kernel=program.step_of.kernel,
         arguments=found.argument_size_in_bytes,
         temporary=found.temp_size_in_bytes,
-        peak=found.peak_memory_in_bytes,
+        host=found.host_argument_size_in_bytes + found.host_temp_size_in_bytes,
+        peak=found.peak_memory_in_bytes - found.host_argument_size_in_bytes,
         predicted=totals(lines),
         compiled=compiled_totals(program),
     )

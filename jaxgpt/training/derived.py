@@ -91,6 +91,7 @@ def _step(config: RunConfig, program: Program, dataset: Mixture) -> Rows:
         ("tokens", f"{tokens:,}"),
         ("in all", f"{config.steps:,} steps, {config.steps * tokens:,} tokens, {passes:.3g} passes over the text"),
         ("computation", f"{program.dtype} over fp32 masters, recomputation: {config.recompute}"),
+        *([("in the host's memory", "masters and moments")] if config.offload != "none" else []),
         ("documents", DOCUMENTS[config.documents]),
         ("attention kernel", program.fallback or program.kernel),
     ]
@@ -127,6 +128,7 @@ def _memory(program: Program) -> Rows:
     return [
         ("state and batch", size(arguments)),
         ("temporary", size(temporary)),
+        *([("in the host's memory", size(held))] if (held := found.host_argument_size_in_bytes) else []),
         ("all", size(arguments + temporary + fresh)),
         compiled,
     ]

@@ -34,6 +34,7 @@ CHANGEABLE = frozenset(
         "global_batch",
         "micro_batch",
         "recompute",
+        "offload",
         "layout",
         "zero",
         "schedule",

@@ -11,10 +11,11 @@ from jax import lax
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.gpt import Context, context, embed, final_norm
 from jaxgpt.model.vocabulary import add_lookup_gradient, lookup, loss_and_gradients
+from jaxgpt.pipeline.groups import Grouped
 from jaxgpt.pipeline.operations import Number
 from jaxgpt.pipeline.parts import from_stage, only, rows_of
 from jaxgpt.pipeline.placement import Placement
-from jaxgpt.pipeline.stage import Kept, Place, Rows, Stage
+from jaxgpt.pipeline.stage import Place, Rows, Stage
 from jaxgpt.sharding.collectives import scatter_sum
 from jaxgpt.sharding.named import varying
 from jaxgpt.sharding.ring import positions
@@ -28,7 +29,7 @@ class Microbatch(NamedTuple):
     """pipeline.loop.Operations of one step, on one device."""
 
     model: ModelConfig
-    stage: Stage
+    stage: Stage | Grouped
     placement: Placement
     axes: tuple[str, ...]
     weights: Arrays
@@ -98,7 +99,7 @@ class Microbatch(NamedTuple):
         return self.stage.forward(self._blocks, x, self._rows(chunk), self.context(batch), into)
 
     def backward(
-        self, chunk: Number, kept: Kept | Place, dy: jax.Array, batch: Arrays, gradients: Arrays
+        self, chunk: Number, kept: Any, dy: jax.Array, batch: Arrays, gradients: Arrays
     ) -> tuple[jax.Array, Arrays]:
         accumulated = part(gradients, BLOCKS)
         rows, c = self._rows(chunk), self.context(batch)

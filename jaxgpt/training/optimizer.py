@@ -52,14 +52,14 @@ class Optimizer:
     decays: Mapping[str, bool]
 
     def update(self, state: dict[str, Any], gradients: Arrays, norm: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-        """State after a step, and the learning rate used. All arrays are fp32 parts."""
+        """State after a step, and the learning rate used; of all parameters, or of some. All arrays are fp32 parts."""
         c = self.config
         if c.clip:
             factor = jnp.minimum(1.0, c.clip / (norm + 1e-6))
             gradients = {n: g * factor for n, g in gradients.items()}
         rate = jnp.asarray(learning_rate(c)(state["step"]), jnp.float32)
         adam = optax.scale_by_adam(c.beta1, c.beta2, c.epsilon)
-        decay = optax.add_decayed_weights(c.weight_decay, dict(self.decays))
+        decay = optax.add_decayed_weights(c.weight_decay, {n: self.decays[n] for n in gradients})
         before = optax.ScaleByAdamState(count=state["step"], mu=state["mu"], nu=state["nu"])
         updates, after = adam.update(gradients, before)
         updates, _ = decay.update(updates, decay.init(state["params"]), state["params"])

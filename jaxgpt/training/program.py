@@ -20,6 +20,7 @@ from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.schedule import Schedule
 from jaxgpt.sharding.layout import Layout
 from jaxgpt.sharding.ring import order
+from jaxgpt.training import offload
 from jaxgpt.training.step import Arrays, State, Step, on_mesh, state_specs
 
 GPU_OPTIONS = {"xla_gpu_copy_insertion_use_region_analysis": True}
@@ -118,8 +119,8 @@ class Program:
 
     def targets(self) -> State:
         """Shapes, types and layouts of the state, nothing allocated."""
-        table = self.table
-        params = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=self.shardings[n]) for n, p in table.items()}
+        places = {n: self._kept_in(sharding) for n, sharding in self.shardings.items()}
+        params = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=places[n]) for n, p in self.table.items()}
         whole = NamedSharding(self.mesh, PartitionSpec())
         return {
             "params": params,
@@ -128,34 +129,48 @@ class Program:
             "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
         }
 
+    def _kept_in(self, layout: NamedSharding) -> NamedSharding:
+        """A layout in the memory in which the state lies between steps."""
+        return layout.with_memory_kind(offload.HOST) if self.config.offload == "optimizer" else layout
+
     @cached_property
     def compiled_init(self) -> Any:
-        """The compiled start. The compiler lays the draws out backwards from their results, so that no device holds a
-        whole copy of a split array; for that this one program has no layouts in its types."""
+        """The compiled start, on the devices; without moments where those lie elsewhere. The compiler lays the draws
+        out backwards from their results, so that no device holds a whole copy of a split array; for that this one
+        program has no layouts in its types."""
         table, seed = self.table, self.config.seed
+        kinds = ("mu", "nu") if self.config.offload == "none" else ()
 
         def create() -> State:
             key = jax.random.key(seed, impl="threefry2x32")
             params = {name: start(p, name, key) for name, p in table.items()}
-            moments = {kind: {n: jnp.zeros(p.shape) for n, p in table.items()} for kind in ("mu", "nu")}
+            moments = {kind: {n: jnp.zeros(p.shape) for n, p in table.items()} for kind in kinds}
             return {"params": params, **moments, "step": jnp.int32(0)}
 
         untyped = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=(AxisType.Auto,) * self.mesh.devices.ndim)
-        layouts = jax.tree.map(lambda t: NamedSharding(untyped, t.sharding.spec), self.targets())
+        of_state = {kind: targets for kind, targets in self.targets().items() if kind in ("params", "step", *kinds)}
+        layouts = jax.tree.map(lambda t: NamedSharding(untyped, t.sharding.spec), of_state)
         return jax.jit(create, out_shardings=layouts).lower().compile()
 
     def init(self) -> State:
         """The state before the first step, created split."""
-        return jax.tree.map(
-            lambda array, target: _retyped(array, target.sharding), self.compiled_init(), self.targets()
-        )
+        begun = self.compiled_init()
+        if self.config.offload != "none":
+            return self.begin_with({n: _retyped(a, self.shardings[n]) for n, a in begun["params"].items()})
+        return jax.tree.map(lambda array, target: _retyped(array, target.sharding), begun, self.targets())
 
     def begin_with(self, params: Arrays) -> State:
-        """The state before the first step with other parameters than the start's."""
+        """The state before the first step with other parameters than the start's, laid out as `shardings` says."""
         targets = self.targets()
+        offloaded = self.config.offload != "none"
+        if offloaded:
+            params = {n: jax.device_put(a, targets["params"][n].sharding) for n, a in params.items()}
 
         def zeros(target: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros(target.shape, target.dtype, device=target.sharding)
+            if not offloaded:
+                return jnp.zeros(target.shape, target.dtype, device=target.sharding)
+            whole = np.broadcast_to(np.zeros((), target.dtype), target.shape)
+            return jax.make_array_from_callback(target.shape, target.sharding, lambda index: whole[index])
 
         return {"params": params} | {kind: jax.tree.map(zeros, targets[kind]) for kind in ("mu", "nu", "step")}
 
@@ -221,7 +236,10 @@ class Program:
         state = state_specs(step)
         metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens"), whole)
         inside = on_mesh(step, self.mesh, step.update, (state, self._batch_specs()), (state, metrics))
-        return jax.jit(inside, donate_argnums=0)
+        # What lies in the host's memory is written anew: given up, it would be copied there once more. Devices that
+        # are absent know no such memory (their layouts drop its name) but for results, and what becomes a result.
+        kept = next(iter(self.targets()["params"].values())).sharding.memory_kind == offload.HOST
+        return jax.jit(inside, donate_argnums=() if kept else 0)
 
     @cached_property
     def traced(self) -> Any:

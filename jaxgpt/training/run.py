@@ -151,7 +151,7 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
     """
     model = models.open_model(run) if is_model(run) else None
     stored = folder.stored_config(run) if model is None else RunConfig(model=model.config, global_batch=1)
-    config = dataclasses.replace(stored, mesh=mesh_text, **UNCUT)
+    config = dataclasses.replace(stored, mesh=mesh_text, offload="none", **UNCUT)  # there are no moments to hold
     devices, sizes = _devices(config, console, training=False)
     # As many sequences at once on a device as in training, where that is known, and as divide over the devices.
     shares = sizes["data"] * sizes["fsdp"]
@@ -213,6 +213,8 @@ def _run(
     console: Console,
     source: models.Model | None,
 ) -> Result:
+    if config.offload != "none" and program.platform == "cpu":
+        console.fallback(f"--offload {config.offload}: on CPU all memory is the host's, so it changes nothing")
     begin = _begin(run, program, console, source)
     samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
     begin = dataclasses.replace(begin, samples=samples)

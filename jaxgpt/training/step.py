@@ -23,17 +23,20 @@ from jaxgpt.model.parameters import parameters
 from jaxgpt.model.replaced import NOTHING, Replaced, replaced
 from jaxgpt.model.vocabulary import head_logits, lookup, loss_sum
 from jaxgpt.pipeline import schedule_file
+from jaxgpt.pipeline.groups import Grouped
 from jaxgpt.pipeline.loop import run
 from jaxgpt.pipeline.parts import from_stage, rows_of, through
 from jaxgpt.pipeline.placement import Placement, place
 from jaxgpt.pipeline.schedule import Schedule, schedule
 from jaxgpt.pipeline.stage import Block, Stage
+from jaxgpt.recomputation import Kind, recomputation
 from jaxgpt.sharding.collectives import gather, scatter_sum
 from jaxgpt.sharding.entry import shard_map
 from jaxgpt.sharding.layout import Layout, split_axes
 from jaxgpt.sharding.named import layout, varying
 from jaxgpt.sharding.ring import positions
 from jaxgpt.sharding.rows import MANUAL
+from jaxgpt.training import offload
 from jaxgpt.training.microbatch import BLOCKS, HEAD, TOKEN, Microbatch, head_table, part
 from jaxgpt.training.optimizer import Optimizer, global_norm
 
@@ -78,6 +81,11 @@ class Step:
         return fused_dims(self.model)
 
     @property
+    def offloaded(self) -> bool:
+        """Whether masters and moments lie in the host's memory."""
+        return self.config.offload == "optimizer"
+
+    @property
     def head(self) -> str:
         """The table that the head multiplies with."""
         return head_table(self.model)
@@ -94,10 +102,19 @@ class Step:
             return schedule_file.read(self.config.schedule_file, (stages, microbatches, chunks))
         return schedule(self.config.schedule if stages > 1 else "1f1b", stages, microbatches, chunks)
 
-    def stage(self, model: ModelConfig) -> Stage:
-        """The blocks as a stage; model: with or without dropout."""
+    def stage(self, model: ModelConfig) -> Stage | Grouped:
+        """The blocks as a stage."""
+        said, longest = recomputation(self.config.recompute), self.placement.longest
+        count = said.of(longest)
+        first = self._blocks(model, said.kind)
+        if count in (0, longest):
+            return first
+        return Grouped(first, self._blocks(model, "none")._replace(unroll=False), count)
+
+    def _blocks(self, model: ModelConfig, recompute: Kind) -> Stage:
+        """Blocks that all keep the same; model: with or without dropout."""
         body: Callable[..., jax.Array] = partial(block, model, self.kernel)
-        policy = POLICIES[self.config.recompute]
+        policy = POLICIES[recompute]
         if policy is not None:
             body = jax.checkpoint(body, policy=policy)
         dims = {n.removeprefix(BLOCKS): d[1:] for n, d in self.dims.items() if n.startswith(BLOCKS)}
@@ -112,10 +129,14 @@ class Step:
         return {n: varying(w, axes=self.axes) for n, w in self.cast(params).items()}
 
     def cast(self, params: Arrays) -> Arrays:
-        """Parameters fused, matrices in the type of computation."""
+        """Parameters fused, matrices in the type of computation, on the device."""
         matrices = {name for name, d in self.dims.items() if {"embed", "vocab"} & set(d)}
-        fused = fuse(self.model, self.layout.kv_heads, params)
-        return {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
+
+        def cast(params: Arrays) -> Arrays:
+            fused = fuse(self.model, self.layout.kv_heads, params)
+            return {n: w.astype(self.dtype) if n in matrices else w for n, w in fused.items()}
+
+        return offload.computed(cast, params) if self.offloaded else cast(params)
 
     def weights(self, at_rest: Arrays) -> Arrays:
         """Weights between their uses: gathered, once a step, over the axes that split only what is at rest."""
@@ -151,7 +172,7 @@ class Step:
         nobody = jnp.zeros(tokens.shape[0], jnp.int32)
         starts = starts if starts is None else varying(starts, axes=self.axes)
         c = context(model, nobody, positions(tokens.shape[1]), jnp.zeros(2, jnp.uint32), starts)
-        stage = self.stage(model)
+        stage = self._blocks(model, recomputation(self.config.recompute).kind)
         if around is not None:
             stage = stage._replace(block=around(partial(block, model, self.kernel)))
         x = embed(model, part(ends, "embedding."), lookup(ends[TOKEN], tokens), c)
@@ -186,7 +207,8 @@ class Step:
         with jax.named_scope("reduce"):
             loss = self.total(loss * scale)
             reduced = {n: self.reduced(n, g) for n, g in gradients.items()}
-        return loss, unfuse_gradients(self.model, self.layout.kv_heads, params, reduced), tokens
+        like = offload.to_device(params) if self.offloaded else params
+        return loss, unfuse_gradients(self.model, self.layout.kv_heads, like, reduced), tokens
 
     def reduced(self, name: str, gradient: jax.Array) -> jax.Array:
         """The accumulated gradient, summed over the axes that are left: scattered where its parameter lies split at
@@ -208,7 +230,8 @@ class Step:
         split = {n: split_axes(self.layout.manual(p.dims)) for n, p in table.items()}
         norm = global_norm(gradients, split)
         optimizer = Optimizer(self.config, {n: p.decays for n, p in table.items()})
-        new, rate = optimizer.update(state, gradients, norm)
+        update = partial(optimizer.update, norm=norm)
+        new, rate = offload.updated(update, state, gradients) if self.offloaded else update(state, gradients)
         return new, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens}
 
     def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
