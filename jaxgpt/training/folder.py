@@ -48,6 +48,8 @@ CHANGEABLE = frozenset(
         "eval_tokens",
         "save_every",
         "keep",
+        "keep_every",
+        "resume",
     }
     | {"profile", "prompt"}
 )
