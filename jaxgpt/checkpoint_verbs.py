@@ -1,4 +1,4 @@
-"""`jaxgpt checkpoint`: the checkpoints of a run listed, looked into, verified and exported. Needs neither JAX nor model."""
+"""`jaxgpt checkpoint`: a run's checkpoints listed, looked into, verified and exported. Needs neither JAX nor model."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -54,7 +54,9 @@ def show_list(asked: ListFlags, console: Console) -> int:
     folder = _folder(asked.run)
     losses = retention.losses_in(folder)
     found = {step: _said(folder, step) for step in losses}
-    configured = next((said.meta.get("config", {}) for said in reversed(found.values()) if said is not None), {})
+    configured: dict[str, Any] = next(
+        (said.meta.get("config", {}) for said in reversed(found.values()) if said is not None), {}
+    )
     why = retention.kept(losses, configured.get("keep", 1), configured.get("keep_every", 0))
     rows: list[tuple[object, ...]] = [("step", "loss", "samples", "size", "saved", "kept")]
     for step, said in found.items():
@@ -152,9 +154,7 @@ def export(asked: ParametersFlags, console: Console) -> int:
     return 0
 
 
-def _pieces(
-    folder: Path, step: int, tensors: dict[str, tuple[tuple[int, ...], np.dtype]]
-) -> Iterator[np.ndarray]:
+def _pieces(folder: Path, step: int, tensors: dict[str, tuple[tuple[int, ...], np.dtype]]) -> Iterator[np.ndarray]:
     sums = manifest.read_sums(folder, step)
     for tensor, (shape, kind) in tensors.items():
         name = _PARAMETERS + tensor

@@ -85,7 +85,9 @@ def same(found: dict[str, jax.Array], seed: int) -> bool:
 def bytes_read() -> int:
     """By tensorstore, from files, so far."""
     name = "/tensorstore/kvstore/file/bytes_read"
-    return sum(value["value"] for metric in ts.experimental_collect_matching_metrics(name) for value in metric["values"])
+    return sum(
+        value["value"] for metric in ts.experimental_collect_matching_metrics(name) for value in metric["values"]
+    )
 
 
 def attempt(writer: Writer, step: int, arrays: dict[str, jax.Array]) -> str:

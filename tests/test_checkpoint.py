@@ -19,6 +19,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.training import checkpoint, zarr
 from jaxgpt.training.checkpoint import DamagedCheckpoint, Writer
 
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")

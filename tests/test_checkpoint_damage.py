@@ -1,7 +1,6 @@
 """A hundred damaged checkpoints: each is known by the file that is wrong, none is opened, the one before it is."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -51,7 +50,7 @@ def harmed(folder: Path, number: int) -> list[Path]:
         file.unlink()
     else:
         older = folder / "step-00000006" / file.relative_to(folder / "step-00000007")
-        others = [f for f in [*everything, older] if f != file and f.name == file.name or f.parent == file.parent]
+        others = [f for f in [*everything, older] if f.name == file.name or f.parent == file.parent]
         others = [f for f in others if f.read_bytes() != content]
         other = older if not others or draw.random() < 0.3 else others[draw.integers(len(others))]
         if other.read_bytes() == content:  # as every zarr.json of the same array: look for one of another array
@@ -70,8 +69,8 @@ def opened(folder: Path, said: list[str]) -> Restored:
 
 
 @pytest.fixture
-def damaged(good: Path, tmp_path: Path) -> Iterator[Path]:
-    yield Path(shutil.copytree(good, tmp_path / "damaged"))
+def damaged(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "damaged"))
 
 
 def test_each_of_a_hundred_damages_is_found_and_named_and_the_one_before_is_taken(good: Path, damaged: Path) -> None:
@@ -101,7 +100,9 @@ def test_strict_refuses_what_auto_passes_over(damaged: Path) -> None:
     wrong = harmed(damaged, 4)
     everything = {file: file.read_bytes() for file in files(damaged)}
     tree = unflatten(targets(mesh()))
-    with pytest.raises(UserError, match=r"--resume strict: the checkpoint of step 7 is damaged: .*--resume auto") as met:
+    with pytest.raises(
+        UserError, match=r"--resume strict: the checkpoint of step 7 is damaged: .*--resume auto"
+    ) as met:
         restore_last(damaged, tree, SHAPES, pytest.fail, strict=True)
     assert str(wrong[0]) in str(met.value)
     with pytest.raises(UserError, match="--step 7: the checkpoint of step 7 is damaged"):
@@ -118,7 +119,9 @@ def test_a_checkpoint_of_another_step_under_this_ones_name_is_damaged(damaged: P
     assert "manifest.json: is of step 7" in said[0]
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_not_called_damaged(good: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_checkpoint_of_another_version_is_refused_and_not_called_damaged(
+    good: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr("jaxgpt.training.manifest.FORMAT", 1)
     with pytest.raises(UserError, match="format 2, but this jaxgpt reads 1") as met:
         checkpoint.read_manifest(good, 7)

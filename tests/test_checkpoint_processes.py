@@ -40,7 +40,11 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
         )
         for index in range(saving.COUNT)
     ]
-    ended = [process.communicate(timeout=120) for process in started]
+    try:
+        ended = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
     for process, (_, complaint) in zip(started, ended, strict=True):
         assert process.returncode == 0, complaint
     return folder, [json.loads(printed.splitlines()[-1]) for printed, _ in ended]
@@ -135,9 +139,7 @@ def test_all_write_before_the_first_commits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("when", ["begun", "written", "committed"])
 @pytest.mark.parametrize("answer", ["No space left on device", "gone"])
-def test_a_save_fails_with_what_another_says_or_its_silence(
-    index: int, when: str, answer: str, tmp_path: Path
-) -> None:
+def test_a_save_fails_with_what_another_says_or_its_silence(index: int, when: str, answer: str, tmp_path: Path) -> None:
     if index == 1:
         (tmp_path / "step-00000008.partial").mkdir()
     group = Played(index, **{when: answer})

@@ -89,7 +89,7 @@ def test_verify_reads_all_and_names_each_damaged_file(run, told):
     assert status == 0
     assert said.count(": whole, ") == 3
     arrays = run / "checkpoints/step-00000015/arrays"
-    bad = [arrays / "params/wte/zarr.json", *(f for f in files(arrays) if "blocks.weight/c/1" in str(f))]
+    bad = [arrays / "params/wte/zarr.json", *(f for f in files(arrays) if "blocks.weight/c/0/1" in str(f))]
     assert len(bad) > 3
     for file in bad:
         file.write_bytes(file.read_bytes()[:-1])
@@ -134,7 +134,7 @@ def test_export_writes_the_parameters_bit_for_bit_piece_by_piece(made, told, tmp
 
 
 def test_export_names_a_damaged_chunk_and_leaves_nothing(run, told, tmp_path):
-    chunk = run / "checkpoints/step-00000017/arrays/params/blocks.weight/c/2/0/0"
+    chunk = run / "checkpoints/step-00000017/arrays/params/blocks.weight/c/0/1/1"
     chunk.write_bytes(chunk.read_bytes()[:-1])
     status, said = told("export", run, tmp_path / "out.safetensors")
     assert status == 2
@@ -166,7 +166,7 @@ def test_a_full_disk_at_export_is_one_line_and_leaves_nothing(made, told, tmp_pa
         ("export {made} {tmp}/out.npz", "OUT {tmp}/out.npz: must end in .safetensors"),
         ("export {made} {tmp}/none/out.safetensors", "must be in a folder that is there"),
         ("export {made} {tmp}/cut.safetensors", "OUT {tmp}/cut.safetensors.partial: is there already"),
-        ("list {made}", "checkpoint list: no such verb; known are ls, inspect, verify, export"),
+        ("list {made}", "checkpoint list: no such verb; did you mean ls? known are ls, inspect, verify, export"),
         ("ls", "RUN"),
     ],
 )

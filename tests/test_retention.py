@@ -10,7 +10,6 @@ from jaxgpt.training import checkpoint, retention
 from jaxgpt.training.checkpoint import Writer
 
 
-
 def only_step() -> dict:
     return {"step": state(mesh())["step"]}
 
@@ -73,7 +72,7 @@ def test_one_is_found_by_number_as_the_last_and_as_the_best(tmp_path: Path) -> N
 
 def test_the_best_of_none_that_was_measured_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 3, only_step())
-    with pytest.raises(UserError, match="--step best: no checkpoint .* has a validation loss"):
+    with pytest.raises(UserError, match=r"--step best: no checkpoint .* has a validation loss"):
         retention.find(tmp_path, "best")
 
 

@@ -6,7 +6,7 @@ that all of them see; when all have, process 0 alone commits it.
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,9 @@ import numpy as np
 from jaxgpt.errors import UserError
 from jaxgpt.training import manifest, retention, zarr
 from jaxgpt.training.chunks import Index
+from jaxgpt.training.group import ALONE, PATIENCE, Group
 from jaxgpt.training.manifest import DamagedCheckpoint, Manifest, Shape, path, steps
 from jaxgpt.training.manifest import read as read_manifest
-from jaxgpt.training.group import ALONE, PATIENCE, Group
 from jaxgpt.training.retention import clear_partial, set_aside
 
 __all__ = ["DamagedCheckpoint", "Manifest", "Shape", "Writer", "clear_partial", "path", "read_manifest", "restore"]
@@ -125,7 +125,9 @@ class Writer:
             failed = str(error) or type(error).__name__
         finally:
             told = self._group.exchange(name, failed, PATIENCE)
-        met = [text if self._group.count == 1 else f"process {index}: {text}" for index, text in enumerate(told) if text]
+        met = [
+            text if self._group.count == 1 else f"process {index}: {text}" for index, text in enumerate(told) if text
+        ]
         if met:
             raise OSError("; ".join(met))
 
@@ -222,7 +224,7 @@ def _restore_array(stored: _Stored, name: str, target: jax.ShapeDtypeStruct, row
 
 
 def _read(stored: _Stored, dtype: np.dtype, parts: list[Index], rows: Rows | None) -> list[np.ndarray]:
-    """Those parts of a stored array; where rows are stored in another order, by runs of rows that follow one another."""
+    """Those parts of a stored array; where rows are stored in another order, by runs that follow one another."""
     if rows is None:
         return zarr.read(stored.where, stored.shape, dtype, parts, stored.sums)
     runs = [_runs(rows[part[0].start : part[0].stop], stored.shape[0]) for part in parts]
@@ -254,7 +256,8 @@ def _off_the_devices(
     for name, array in arrays.items():
         blocks = [(zarr.resolve(s.index, array.shape), _on_the_host(s.data)) for s in mine[name]]
         # Chunks that no two processes share: the whole array where one process holds it all.
-        alone = len({device.process_index for device in array.sharding.device_set}) == 1
+        devices: Iterable[Any] = array.sharding.device_set
+        alone = len({device.process_index for device in devices}) == 1
         unit = array.shape if alone else array.sharding.shard_shape(array.shape)
         if name in rows:
             unit = (1, *unit[1:])

@@ -1,4 +1,4 @@
-"""What the processes of a run must agree on outside of the devices' programs: that a checkpoint is written, or whole."""
+"""What the processes of a run agree on outside of the devices' programs: that a checkpoint is written, or whole."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

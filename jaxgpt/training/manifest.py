@@ -122,15 +122,20 @@ def complaints(folder: Path, step: int) -> Iterator[tuple[Path, str]]:
     Raises UserError for a checkpoint of another version.
     """
     where = path(folder, step)
-    if wrong := _manifest_complaint(folder, step):
-        yield wrong
+    untold = _manifest_complaint(folder, step)
+    if untold:
+        yield untold
+    if not (where / SUMS).is_file():
         return
-    lines, arrays = (where / SUMS).read_bytes().splitlines(keepends=True), parse(folder, step).arrays
+    lines = (where / SUMS).read_bytes().splitlines(keepends=True)
+    if wrong := _difference(where, CHUNKS, b"".join(lines[1:2])):
+        yield wrong
+    if untold:
+        return
+    arrays = parse(folder, step).arrays
     if len(lines) != len(arrays) + 2:
         yield where / SUMS, "is not the list of this checkpoint's files"
         return
-    if wrong := _difference(where, CHUNKS, lines[1]):
-        yield wrong
     for line, name in zip(lines[2:], arrays, strict=True):
         if wrong := _difference(where, _described(name), line, f"array {name} "):
             yield wrong

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def restore_last(
     damaged: list[int] = []
     for step in reversed(_agreed(folder, wanted, group)):
         try:
-            arrays = _together(lambda s=step: checkpoint.restore(folder, s, flat, shapes, orders), group)
+            arrays = _together(partial(checkpoint.restore, folder, step, flat, shapes, orders), group)
         except DamagedCheckpoint as error:
             if wanted != LAST:
                 raise UserError(f"--step {wanted}: the checkpoint of step {step} is damaged: {error}") from None
@@ -101,7 +102,7 @@ def restore_last(
 
 
 def _agreed(folder: Path, wanted: str, group: Group) -> list[int]:
-    """The steps of the checkpoints that may be taken, as process 0 sees them: a shared disk may show another its past."""
+    """The steps of the checkpoints that may be taken, as process 0 sees them: a shared disk may lag for others."""
     there = checkpoint.steps(folder) if wanted == LAST else [find(folder, wanted)]
     listed = group.exchange("checkpoints", " ".join(map(str, there)), PATIENCE)[0]
     return [int(step) for step in listed.split()]

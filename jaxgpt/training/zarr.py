@@ -185,7 +185,9 @@ def grid_for(unit: Sequence[int], itemsize: int) -> Grid:
 def _grid_of(store: ts.TensorStore) -> Grid:
     """How a stored array is cut."""
     layout = store.chunk_layout
-    return Grid(layout.write_chunk.shape or (), layout.read_chunk.shape or ())  # None where there is no dimension
+    if not store.rank:
+        return Grid((), ())
+    return Grid(*(tuple(int(n or 0) for n in one.shape or ()) for one in (layout.write_chunk, layout.read_chunk)))
 
 
 def _metadata(shape: Sequence[int], dtype: np.dtype, grid: Grid) -> dict[str, object]:
