@@ -5,9 +5,9 @@
 What is saved is a model's parameters and both moments in fp32, drawn at random, on one CPU device. In turn: jaxgpt
 saves it (from the call until the commit has reached the disk: copy, checksums, files, manifest, rename), dd copies a
 file of as many bytes, which lies in memory, to the same disk and waits for fsync. The step is held up by the call of
-save alone; against it stands a copy of every array, as jax.device_get makes it where devices do not share the host's memory. Each
-round is a pair; what counts is the median of the pairs' ratios. The disk is idle before each: files are removed and
-`sync` is waited for.
+save alone; against it stands a copy of every array, as jax.device_get makes it where devices do not share the host's
+memory. Each round is a pair; what counts is the median of the pairs' ratios. The disk is idle before each: files are
+removed and `sync` is waited for.
 
 Needs no GPU, free disk for two checkpoints and memory for four; takes about two minutes for 1.4 GiB.
 """

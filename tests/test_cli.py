@@ -72,11 +72,11 @@ def test_the_flags_are_these_and_no_others():
     )
     planned = ["devices", "hardware", "calibrate", "tokens", "top", "json", "picture", "save", "verify"]
     assert [field.name for field in dataclasses.fields(flags.PlanFlags)] == [*TRAIN.split(), *planned]
-    assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh"]
+    assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh", "step"]
     assert [field.name for field in dataclasses.fields(flags.SampleFlags)] == (
-        "run prompt tokens temperature top_k top_p repetition_penalty stop seed mesh".split()
+        "run prompt tokens temperature top_k top_p repetition_penalty stop seed mesh step".split()
     )
-    assert [field.name for field in dataclasses.fields(flags.ExportFlags)] == ["run", "out", "dtype", "mesh"]
+    assert [field.name for field in dataclasses.fields(flags.ExportFlags)] == ["run", "out", "dtype", "mesh", "step"]
 
 
 def test_without_flags_the_demo_is_trained(runs):
