@@ -167,6 +167,7 @@ def test_keeps_the_last_and_leaves_foreign_files_alone(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_is_no_checkpoint_and_only_that_is_removed(saved: Path, tmp_path: Path) -> None:
     left = Path(shutil.copytree(saved / "step-00000007", tmp_path / "step-00000009.partial"))
     (left / "manifest.json").unlink()
+    (left / "CRC32C.3").touch()
     foreign = Path(shutil.copytree(left, tmp_path / "step-00000010.partial"))
     (foreign / "thesis.tex").write_text("mine")
     (tmp_path / "step-old.partial").mkdir()
