@@ -55,7 +55,7 @@ def show_list(asked: ListFlags, console: Console) -> int:
     losses = retention.losses_in(folder)
     found = {step: _said(folder, step) for step in losses}
     latest = next((said for said in reversed(found.values()) if said is not None), None)
-    configured = {} if latest is None else latest.meta.get("config", {})
+    configured: dict[str, Any] = {} if latest is None else latest.meta.get("config", {})
     why = retention.kept(losses, configured.get("keep", 1), configured.get("keep_every", 0))
     rows: list[tuple[object, ...]] = [("step", "loss", "samples", "size", "saved", "kept")]
     for step, said in found.items():
