@@ -20,6 +20,7 @@ HELP = """usage: jaxgpt VERB [flags]
   export    a run or a model as a Hugging Face folder
   check     one device against a mesh, array by array; takes train's flags
   data      prepare, inspect or blend what is trained on
+  checkpoint  list, inspect, verify or export the checkpoints of a run
   explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
   plan      the fastest meshes for hardware that need not be there, with time and memory; takes train's flags
 
@@ -80,7 +81,7 @@ def evaluate(args: list[str]) -> int:
 
     from jaxgpt.training import run as runs
 
-    runs.evaluate(chosen.run, chosen.data, chosen.mesh, chosen.stride)
+    runs.evaluate(chosen.run, chosen.data, chosen.mesh, chosen.step, chosen.stride)
     return 0
 
 
@@ -91,7 +92,7 @@ def sample(args: list[str]) -> int:
 
     import jaxgpt
 
-    run = jaxgpt.load(chosen.run, chosen.mesh)
+    run = jaxgpt.load(chosen.run, chosen.mesh, chosen.step)
     prompt = run.config.prompt if chosen.prompt is None else chosen.prompt
     pieces = run.stream(
         prompt,
@@ -115,7 +116,7 @@ def export(args: list[str]) -> int:
 
     import jaxgpt
 
-    jaxgpt.load(chosen.run, chosen.mesh).export(chosen.out, chosen.dtype)
+    jaxgpt.load(chosen.run, chosen.mesh, chosen.step).export(chosen.out, chosen.dtype)
     return 0
 
 
@@ -135,6 +136,13 @@ def data(args: list[str]) -> int:
     return data_verbs.main(args)
 
 
+def checkpoints(args: list[str]) -> int:
+    """Lists, inspects, verifies or exports checkpoints; 1 where verify finds damage."""
+    from jaxgpt import checkpoint_verbs
+
+    return checkpoint_verbs.main(args)
+
+
 def _refuse_unwritable(flag: str, file: Path | None, suffix: str = "") -> None:
     """Refuses, before anything is computed, a file that would be overwritten or could not be written."""
     if file is not None:
@@ -150,6 +158,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "export": export,
     "check": check,
     "data": data,
+    "checkpoint": checkpoints,
     "explain": explain,
     "plan": plan,
 }

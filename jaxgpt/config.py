@@ -240,7 +240,11 @@ class RunConfig:
     """Most validation tokens read during training; the last validation reads them all."""
     save_every: int = 100
     keep: int = 3
-    """Checkpoints kept."""
+    """The last checkpoints that are kept; the one with the least validation loss is kept as well."""
+    keep_every: int = 0
+    """Steps between checkpoints that are kept for good; 0: none is."""
+    resume: Literal["auto", "strict"] = "auto"
+    """Where the last checkpoint is damaged, auto takes the one before it, and strict refuses."""
     profile: str = ""
     """Steps to trace, "10:13"."""
     prompt: str = "def "
@@ -250,7 +254,9 @@ class RunConfig:
         for flag in ("steps", "global_batch", "micro_batch", "log_every", "keep", "virtual_stages"):
             value = getattr(self, flag)
             require(value is None or value >= 1, _flag(flag), value, "must be at least 1")
-        for flag in ("seed", "warmup", "eval_every", "save_every", "eval_tokens", "clip", "weight_decay", "min_lr"):
+        for flag in ("seed", "warmup", "eval_every", "save_every", "keep_every", "eval_tokens"):
+            require(getattr(self, flag) >= 0, _flag(flag), getattr(self, flag), "must be at least 0")
+        for flag in ("clip", "weight_decay", "min_lr"):
             require(getattr(self, flag) >= 0, _flag(flag), getattr(self, flag), "must be at least 0")
         for flag in ("lr", "epsilon"):
             value = getattr(self, flag)
@@ -260,6 +266,8 @@ class RunConfig:
         falls = self.lr_schedule != "constant"
         allowed = f"must be at most --lr {self.lr}, from which the learning rate falls to it"
         require(not falls or self.min_lr <= self.lr, "--min-lr", self.min_lr, allowed, "or give --lr-schedule constant")
+        met = self.save_every == 0 or self.keep_every % self.save_every == 0
+        require(met, "--keep-every", self.keep_every, f"must be a multiple of --save-every {self.save_every}")
         blend.parse(self.data)
         recomputation.check(self.recompute, self.model.layers)
         require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")

@@ -123,7 +123,11 @@ class TrainFlags:
     save_every: int
     """Steps between checkpoints."""
     keep: int
-    """Checkpoints kept."""
+    """The last checkpoints that are kept; the one with the least validation loss is kept as well."""
+    keep_every: int
+    """Steps between checkpoints that are kept for good; 0: none is."""
+    resume: Literal["auto", "strict"]
+    """Where the last checkpoint is damaged: take the one before it, or refuse."""
     profile: str
     """Steps to trace, such as 10:13."""
     prompt: str
@@ -183,6 +187,8 @@ class EvalFlags:
     """Text to read, in full; None: the run's own validation part."""
     mesh: str = ""
     """Axes and sizes; empty: all devices on data. Any mesh opens any run."""
+    step: str = "last"
+    """The run's checkpoint: a step, last, or best, the one with the least validation loss."""
     stride: int | None = None
     """Tokens that a window of the context's length moves on, so that each token is predicted with at least the
     context's length less so many before it; None: windows that do not overlap."""
@@ -212,6 +218,8 @@ class SampleFlags:
     """The same seed writes the same text."""
     mesh: str = ""
     """Axes and sizes; empty: one device. Any mesh opens any run."""
+    step: str = "last"
+    """The run's checkpoint: a step, last, or best, the one with the least validation loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +234,8 @@ class ExportFlags:
     """Type of the tensors; fp32 loses nothing."""
     mesh: str = ""
     """Axes and sizes to open it on; empty: one device."""
+    step: str = "last"
+    """The run's checkpoint: a step, last, or best, the one with the least validation loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +286,48 @@ class BlendFlags:
     """Of the order."""
     samples: int = 10_000
     """Samples from the start of a run that are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListFlags:
+    """The checkpoints of a run: step, validation loss, size, when it was saved, and why it is kept."""
+
+    run: Run
+    """Folder of the run, or one of checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookFlags:
+    """What a checkpoint holds: step, samples, loss, configuration, and every array with shape, type and bytes."""
+
+    run: Run
+    """Folder of the run, or one of checkpoints."""
+    step: str = "last"
+    """A step, last, or best, the one with the least validation loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyFlags:
+    """Reads every byte of a run's checkpoints, holds it against its checksum, and names each damaged file; exits with 1
+    where there is one."""
+
+    run: Run
+    """Folder of the run, or one of checkpoints."""
+    step: str = "all"
+    """A step, last, best, or all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametersFlags:
+    """Writes the parameters of a checkpoint into one safetensors file: fp32, by jaxgpt's names, without padding. For
+    the names of Hugging Face, see jaxgpt export."""
+
+    run: Run
+    """Folder of the run, or one of checkpoints."""
+    out: Annotated[Positional[Path], arg(metavar="OUT")]
+    """File to write, which must end in .safetensors and not exist."""
+    step: str = "last"
+    """A step, last, or best, the one with the least validation loss."""
 
 
 def defaults(kind: type[F], base: RunConfig, preset: str, run: Path | None) -> F:

@@ -249,14 +249,14 @@ class Layouts:
         return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
-def load(run: str | Path, mesh: str = "") -> Run:
+def load(run: str | Path, mesh: str = "", step: str | int = "last") -> Run:
     """Opens a run's last whole checkpoint, a Hugging Face folder or a GGUF file on any mesh ("tensor=2"; empty: one
-    device).
+    device). step: another checkpoint of the run, by its number, or "best", the one with the least validation loss.
 
     Raises UserError where it is none of them, has no weights or not those of its configuration, or the mesh does not
     fit.
     """
-    return _run(open_trained(Path(run), mesh or "data=1", Console()))
+    return _run(open_trained(Path(run), mesh or "data=1", Console(), str(step)))
 
 
 def start(config: RunConfig) -> Run:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import ModelConfig, RunConfig
-from jaxgpt.training import checkpoint, folder, metrics, run
+from jaxgpt.training import checkpoint, folder, metrics, run, zarr
 from jaxgpt.training.program import Program
 
 Tree = dict[str, Any]
@@ -179,7 +179,8 @@ def main(where: str, data: str, changes: str) -> int:
         kind = Program
         given |= {"model": dataclasses.replace(TINY, layers=2, heads=4, dropout=0.1), "lr": 0.01, "global_batch": 8}
     seconds, hang = given.pop("seconds", 0.0), given.pop("hang", None)
-    place, step = kind.place, kind.step
+    slow_save = given.pop("slow_save", 0.0)
+    place, step, write = kind.place, kind.step, zarr.write
 
     def slow_place(self: Program, batch: dict[str, np.ndarray]) -> Tree:
         time.sleep(seconds)
@@ -191,6 +192,11 @@ def main(where: str, data: str, changes: str) -> int:
             np.linalg.svd(np.random.default_rng(0).normal(size=(6000, 6000)))
         return step(self, state, batch)
 
+    def slow_write(*args: Any, **how: Any) -> zarr.Sums:
+        time.sleep(slow_save)
+        return write(*args, **how)
+
+    zarr.write = slow_write
     kind.place = slow_place
     kind.step = hanging_step
     run.Program = kind

@@ -13,72 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from saved import LOGICAL, SPLITS, VOCAB, WIDTH, assert_same, files, mesh, save, sharding, state, targets
 
 from jaxgpt.errors import UserError
 from jaxgpt.training import checkpoint, zarr
 from jaxgpt.training.checkpoint import DamagedCheckpoint, Writer
-
-VOCAB, PADDED, WIDTH = 17, 64, 16
-SPLITS = {
-    "params/wte": ("tensor", "fsdp"),
-    "params/blocks.weight": (None, "fsdp", "tensor"),
-    "mu/blocks.weight": (None, ("data", "fsdp"), "tensor"),
-    "params/norm": (None,),
-    "half": ("fsdp", None),
-    "step": (),
-}
-LOGICAL = {"params/wte": (VOCAB, WIDTH)}
-
-
-def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    sizes = (data, fsdp, tensor)
-    devices = jax.devices()[: data * fsdp * tensor]
-    return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), devices=devices)
-
-
-def sharding(name: str, on: jax.sharding.Mesh) -> NamedSharding:
-    return NamedSharding(on, PartitionSpec(*SPLITS[name]))
-
-
-def state(on: jax.sharding.Mesh, seed: int = 0) -> dict[str, jax.Array]:
-    draw = np.random.default_rng(seed)
-    wte = np.zeros((PADDED, WIDTH), np.float32)
-    wte[:VOCAB] = draw.normal(size=(VOCAB, WIDTH))
-    values = {
-        "params/wte": wte,
-        "params/blocks.weight": draw.normal(size=(3, WIDTH, 24)).astype(np.float32),
-        "mu/blocks.weight": draw.normal(size=(3, WIDTH, 24)).astype(np.float32),
-        "params/norm": np.array([0.0, -0.0, np.inf, np.nan, 1e-45], np.float32),
-        "half": draw.normal(size=(8, 5)).astype(jnp.bfloat16),
-        "step": np.int32(7),
-    }
-    return {name: jax.device_put(value, sharding(name, on)) for name, value in values.items()}
-
-
-def targets(on: jax.sharding.Mesh, padded: int = PADDED) -> dict[str, jax.ShapeDtypeStruct]:
-    like = state(on)
-    shapes = {name: array.shape for name, array in like.items()} | {"params/wte": (padded, WIDTH)}
-    return {
-        name: jax.ShapeDtypeStruct(shapes[name], array.dtype, sharding=array.sharding) for name, array in like.items()
-    }
-
-
-def save(folder: Path, step: int, arrays: dict[str, jax.Array], keep: int = 9) -> None:
-    writer = Writer(folder, keep)
-    writer.save(step, arrays, LOGICAL, {"samples": step * 4})
-    writer.close()
-
-
-def assert_same(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype
-        assert np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes(), name
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.rglob("*") if entry.is_file())
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +68,10 @@ def test_many_files_of_many_chunks_and_a_part_reads_its_own_alone(
     assert len(chunks) > 3
     chunks[-1].unlink()
     first, last = (slice(0, 1), slice(0, 2), slice(0, 24)), (slice(2, 3), slice(14, 16), slice(0, 24))
-    values = zarr.read(where, (3, WIDTH, 24), np.dtype(np.float32), [first])
+    values = zarr.read(where, (3, WIDTH, 24), np.dtype(np.float32), [first], None)
     assert np.array_equal(values[0], np.asarray(state(mesh())["params/blocks.weight"])[first])
     with pytest.raises(zarr.Unreadable):
-        zarr.read(where, (3, WIDTH, 24), np.dtype(np.float32), [last])
+        zarr.read(where, (3, WIDTH, 24), np.dtype(np.float32), [last], None)
 
 
 def test_a_part_of_the_arrays_can_be_restored(saved: Path) -> None:
@@ -162,7 +101,7 @@ def test_manifest_says_step_and_what_the_caller_added(saved: Path) -> None:
 
 def positions() -> Iterator[tuple[int, float]]:
     """File number and place in it, spread over all files: first, last and inner bytes."""
-    for number in range(2 + 2 * len(SPLITS)):
+    for number in range(3 + 2 * len(SPLITS)):
         for place in (0.0, 0.31, 0.62, 0.97, 1.0):
             yield number, place
 
@@ -170,7 +109,7 @@ def positions() -> Iterator[tuple[int, float]]:
 def test_a_flipped_byte_is_found_wherever_it_lies(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     everything, wanted = files(folder), targets(mesh(fsdp=2))
-    assert len(everything) == 2 + 2 * len(SPLITS)
+    assert len(everything) == 3 + 2 * len(SPLITS)
     for number, place in positions():
         file = everything[number]
         good = file.read_bytes()
@@ -228,6 +167,7 @@ def test_keeps_the_last_and_leaves_foreign_files_alone(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_is_no_checkpoint_and_only_that_is_removed(saved: Path, tmp_path: Path) -> None:
     left = Path(shutil.copytree(saved / "step-00000007", tmp_path / "step-00000009.partial"))
     (left / "manifest.json").unlink()
+    (left / "CRC32C.3").touch()
     foreign = Path(shutil.copytree(left, tmp_path / "step-00000010.partial"))
     (foreign / "thesis.tex").write_text("mine")
     (tmp_path / "step-old.partial").mkdir()

@@ -19,7 +19,7 @@ from jaxgpt.errors import UserError
 TRAIN = """preset run plan data tokenizer init_from validation documents mesh steps seed global_batch micro_batch seq
 layers width heads kv_heads vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2
 epsilon clip layout sequence_parallel context_attention schedule schedule_file virtual_stages stages zero recompute
-offload dtype log_every eval_every eval_tokens save_every keep profile prompt"""
+offload dtype log_every eval_every eval_tokens save_every keep keep_every resume profile prompt"""
 
 
 @pytest.fixture
@@ -72,11 +72,11 @@ def test_the_flags_are_these_and_no_others():
     )
     planned = ["devices", "hardware", "calibrate", "tokens", "top", "json", "picture", "save", "verify"]
     assert [field.name for field in dataclasses.fields(flags.PlanFlags)] == [*TRAIN.split(), *planned]
-    assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh", "stride"]
+    assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh", "step", "stride"]
     assert [field.name for field in dataclasses.fields(flags.SampleFlags)] == (
-        "run prompt tokens temperature top_k top_p repetition_penalty stop seed mesh".split()
+        "run prompt tokens temperature top_k top_p repetition_penalty stop seed mesh step".split()
     )
-    assert [field.name for field in dataclasses.fields(flags.ExportFlags)] == ["run", "out", "dtype", "mesh"]
+    assert [field.name for field in dataclasses.fields(flags.ExportFlags)] == ["run", "out", "dtype", "mesh", "step"]
 
 
 def test_without_flags_the_demo_is_trained(runs):
@@ -161,7 +161,7 @@ def test_a_run_that_a_signal_ended_says_so_in_its_status(runs):
 def test_eval(runs):
     assert main(["eval", "runs/mine", "--data", "other.txt"]) == 0
     assert main(["eval", "runs/mine", "--stride", "8"]) == 0
-    calls = [(Path("runs/mine"), "other.txt", "", None), (Path("runs/mine"), None, "", 8)]
+    calls = [(Path("runs/mine"), "other.txt", "", "last", None), (Path("runs/mine"), None, "", "last", 8)]
     assert runs.calls == [("evaluate", call, {}) for call in calls]
 
 
@@ -169,7 +169,7 @@ def test_sample(runs, capsys):
     assert main(["sample", "runs/mine", "--prompt", "def main", "--seed", "3", "--mesh", "tensor=2"]) == 0
     how = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "stop": [], "seed": 3}
     assert runs.calls == [
-        ("load", (Path("runs/mine"), "tensor=2"), {}),
+        ("load", (Path("runs/mine"), "tensor=2", "last"), {}),
         ("stream", ("def main", 200), how),
     ]
     assert capsys.readouterr().out == "def main(x):\n"
@@ -180,9 +180,14 @@ def test_sample(runs, capsys):
     assert runs.calls[-1][1][0] == presets.DEMO.prompt
 
 
+def test_a_checkpoint_is_named_by_its_step(runs):
+    assert main(["eval", "runs/mine", "--step", "best"]) == 0
+    assert runs.calls == [("evaluate", (Path("runs/mine"), None, "", "best"), {})]
+
+
 def test_export(runs):
     assert main(["export", "runs/mine", "out", "--dtype", "bf16"]) == 0
-    assert runs.calls == [("load", (Path("runs/mine"), ""), {}), ("export", (Path("out"), "bf16"), {})]
+    assert runs.calls == [("load", (Path("runs/mine"), "", "last"), {}), ("export", (Path("out"), "bf16"), {})]
 
 
 # Help
@@ -192,7 +197,7 @@ def test_export(runs):
 def test_help_names_the_verbs(capsys, args):
     assert main(args) == 0
     out = capsys.readouterr().out
-    verbs = ("train", "eval", "sample", "export", "check", "explain", "plan", "data")
+    verbs = ("train", "eval", "sample", "export", "check", "explain", "plan", "data", "checkpoint")
     assert all(f"\n  {verb} " in out for verb in verbs)
 
 

@@ -55,6 +55,7 @@ def test_the_commands_are_known():
         [".venv/bin/pytest"],
         *(["jaxgpt", verb] for verb in "train train eval sample export explain explain plan check".split()),
         *(["jaxgpt", "data"] for _ in range(3)),
+        ["jaxgpt", "checkpoint"],
     ]
 
 
@@ -80,7 +81,7 @@ def test_the_first_command_trains_in_a_process_of_its_own(folder, there):
 
 def test_the_other_commands_in_turn(folder, there, capsys):
     found = [parts(command)[0][1:] for command in COMMANDS[2:]]
-    train, resume, evaluate, sample, export, explain, draw, plan, check, prepare, inspect, blend = found
+    train, resume, evaluate, sample, export, explain, draw, plan, check, prepare, inspect, blend, verify = found
     assert main([*train, *TINY]) == 0
     assert (folder / "runs" / "mine" / "loss.png").stat().st_size > 0
     capsys.readouterr()
@@ -92,6 +93,8 @@ def test_the_other_commands_in_turn(folder, there, capsys):
     assert capsys.readouterr().out.startswith("def main(")
     assert main(export) == 0
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= set(os.listdir("out"))
+    assert main(verify) == 0
+    assert "step-00000002: whole" in capsys.readouterr().out
     notebook()
     assert main(check + TINY + ["--data", "my_texts"]) == 0
     assert "parameter blocks.mlp.up.weight" in capsys.readouterr().out

@@ -45,6 +45,25 @@ def test_killed_then_resumed_is_bit_for_bit_the_run_never_killed(
     assert losses(where) == losses(tmp_path / "straight")
 
 
+def test_killed_three_times_in_the_middle_of_saves_nothing_committed_is_lost(data: Path, tmp_path: Path) -> None:
+    where = tmp_path / "run"
+    checkpoints, asked = where / "checkpoints", {"steps": 24, "log_every": 1, "save_every": 2}
+    done = 0
+    for _ in range(3):
+        with start(where, data, **asked, slow_save=0.3) as started:
+            while not (max(checkpoint.steps(checkpoints), default=0) > done and [*checkpoints.glob("*.partial")]):
+                assert started.poll() is None, started.communicate()[0]
+                time.sleep(0.005)
+            started.kill()
+        assert [*checkpoints.glob("*.partial")]
+        done = max(checkpoint.steps(checkpoints))
+    assert 6 <= done < 24
+    assert f"resumed after step {done}" in finish(start(where, data, **asked))
+    run.train(config(data, **asked), tmp_path / "straight")
+    assert last_arrays(where) == last_arrays(tmp_path / "straight")
+    assert losses(where) == losses(tmp_path / "straight")
+
+
 def test_a_first_signal_saves_and_ends_with_its_status(process: subprocess.Popen[str], tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)

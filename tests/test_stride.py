@@ -78,4 +78,4 @@ def test_a_stride_that_leaves_out_tokens_is_refused(tmp_path, stride):
     of = program(FAMILIES["gpt2"])
     export(tmp_path / "model", of.config.model, drawn(of), of.in_order, None, {})
     with pytest.raises(UserError, match=rf"--stride {stride}: must be at least 1 and at most 16"):
-        run.evaluate(tmp_path / "model", "stdlib", "data=1", stride)
+        run.evaluate(tmp_path / "model", "stdlib", "data=1", stride=stride)

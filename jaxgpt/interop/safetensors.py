@@ -7,7 +7,7 @@ whole; written tensor after tensor, so that a model need never be whole on the h
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,38 @@ def _write_one(
     dtype: str,
     kind: "np.dtype[Any]",
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * kind.itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(_header({name: (shape, dtype) for name, shape in shapes.items()}))
         for expected, shape in shapes.items():
             name, tensor = next(tensors)
             if (name, tensor.shape) != (expected, shape):
                 raise RuntimeError(f"{name} {tensor.shape} comes where {expected} {shape} was announced")
-            out.write(np.ascontiguousarray(tensor.astype(kind, copy=False)).reshape(-1).view(np.uint8).data)
+            out.write(_bytes(tensor.astype(kind, copy=False)))
+
+
+def write_pieces(
+    file: Path, tensors: Mapping[str, tuple[tuple[int, ...], "np.dtype[Any]"]], pieces: Iterable[np.ndarray]
+) -> None:
+    """Writes one file of tensors of these shapes and types, from pieces that follow one another in it: no tensor need
+    be whole on the host. Raises FileExistsError where something is there."""
+    codes = {np.dtype(kind): code for code, kind in _TYPES.items()}
+    with file.open("xb") as out:
+        out.write(_header({name: (shape, codes[kind]) for name, (shape, kind) in tensors.items()}))
+        for piece in pieces:
+            out.write(_bytes(piece))
+
+
+def _header(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> bytes:
+    """Of tensors of these shapes and types, which lie in the file in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + math.prod(shape) * np.dtype(_TYPES[dtype]).itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

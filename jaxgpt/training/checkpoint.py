@@ -1,19 +1,12 @@
 """Checkpoints: split arrays saved in the background, committed by one rename, and opened on any mesh.
 
-    checkpoints/step-00000100/
-        arrays/params/blocks.mlp.weight/    zarr3, in logical shapes: without padding, whatever the mesh
-        manifest.json                       step, names, shapes, types, and what the caller adds
-        SHA256SUMS                          of manifest.json and of every zarr.json; `sha256sum -c` reads it
-
-A folder of that name is complete; one that is being written ends in `.partial`. Chunks carry their own checksums.
+What a checkpoint's folder holds is said in manifest.py. Of several processes each writes its own parts into one folder
+that all of them see; when all have, process 0 alone commits it.
 """
 
-import hashlib
-import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,27 +16,19 @@ import jax
 import numpy as np
 
 from jaxgpt.errors import UserError
-from jaxgpt.training import zarr
+from jaxgpt.training import manifest, retention, zarr
+from jaxgpt.training.chunks import Index
+from jaxgpt.training.group import ALONE, PATIENCE, Group
+from jaxgpt.training.manifest import DamagedCheckpoint, Manifest, Shape, path, steps
+from jaxgpt.training.manifest import read as read_manifest
+from jaxgpt.training.retention import clear_partial, set_aside
 
-FORMAT = 1
-PARTS = ("arrays", "manifest.json", "SHA256SUMS")
-Shape = tuple[int, ...]
+__all__ = ["DamagedCheckpoint", "Manifest", "Shape", "Writer", "clear_partial", "path", "read_manifest", "restore"]
+__all__ += ["set_aside", "steps"]
+
 Rows = tuple[int, ...]
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint that cannot be trusted; the one before it may be good."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    step: int
-    arrays: dict[str, tuple[Shape, np.dtype]]
-    """Stored shape, without padding, and type by name."""
-    meta: dict[str, Any]
-    """What the caller added: samples consumed, configuration."""
+AT_ONCE = 4
+"""Arrays written at once: while one waits for the disk, another is put together."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +38,27 @@ class _Held:
     shape: Shape
     dtype: np.dtype
     unit: Shape
-    blocks: list[tuple[zarr.Index, np.ndarray]]
+    blocks: list[tuple[Index, np.ndarray]]
 
 
 class Writer:
-    """Saves checkpoints into a folder, one at a time in the background, and keeps the last `keep` of them."""
+    """Saves checkpoints into a folder, one at a time in the background. The last `keep` of them stay, those of every
+    `every`-th step (0: none for that), and the best."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
+    def __init__(self, folder: Path, keep: int, every: int = 0, group: Group = ALONE) -> None:
+        """`group`: the processes that save together, each with a Writer of its own on the same folder."""
+        self.folder, self.keep, self.every = folder, keep, every
         self.last = max(steps(folder), default=None)
         """Step of the last complete checkpoint."""
+        self._group = group
+        self._losses = retention.losses_in(folder) if group.index == 0 else {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written: a save would wait for it."""
+        return self._pending is not None and not self._pending.done()
 
     def save(
         self,
@@ -74,16 +67,18 @@ class Writer:
         logical: Mapping[str, Shape],
         meta: dict[str, Any],
         rows: Mapping[str, Rows] | None = None,
+        loss: float | None = None,
     ) -> None:
         """Copies the arrays off the devices, then returns: they may be donated. The disk is written meanwhile.
 
         `logical[name]` is the shape without padding of an array that has some; `rows[name]` says, of an array whose
-        rows are not stored in their order, where each is stored (below 0: not at all). Waits for the save before it,
-        and raises its UserError.
+        rows are not stored in their order, where each is stored (below 0: not at all). `loss`: of the validation at
+        this step. Waits for the save before it, and raises its UserError.
         """
         self.wait()
         held = _off_the_devices(arrays, logical, rows or {})
-        self._pending = self._thread.submit(self._write, step, held, meta)
+        said = Manifest(step, loss, {name: (one.shape, one.dtype) for name, one in held.items()}, meta)
+        self._pending = self._thread.submit(self._write, said, held)
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises UserError where the last save failed."""
@@ -98,89 +93,71 @@ class Writer:
         finally:
             self._thread.shutdown()
 
-    def _write(self, step: int, held: dict[str, _Held], meta: dict[str, Any]) -> None:
-        final = path(self.folder, step)
+    def _write(self, said: Manifest, held: dict[str, _Held]) -> None:
+        final = path(self.folder, said.step)
         partial = final.with_suffix(".partial")
+        first, begun = self._group.index == 0, False
         try:
-            for name, array in held.items():
-                zarr.write(partial / "arrays" / name, array.shape, array.dtype, array.unit, array.blocks)
-            _write_manifest(partial, step, held, meta)
-            _commit(partial, final)
+            self._together("checkpoint begun", lambda: partial.mkdir(parents=True) if first else None)
+            begun = True
+            self._together("checkpoint written", lambda: self._write_arrays(partial, held))
+            self._together("checkpoint committed", lambda: self._commit(partial, final, said) if first else None)
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            # Nobody writes into it any more, unless one was not heard of. What was there before is somebody else's.
+            if first and begun:
+                shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
                 f"{final}: the checkpoint could not be written ({error}); earlier ones are untouched; "
                 "make room or mend the disk, then give the same command to go on from the last one"
             ) from None
-        self.last = step
-        prune(self.folder, self.keep)
+        self.last = said.step
+        if first:
+            self._prune(said)
 
+    def _together(self, name: str, work: Callable[[], None]) -> None:
+        """Does this process's share, and returns when all have done theirs. Raises OSError where one of them could not,
+        or was not heard of."""
+        failed = "ended by an error of its own"
+        try:
+            work()
+            failed = ""
+        except OSError as error:
+            failed = str(error) or type(error).__name__
+        finally:
+            told = self._group.exchange(name, failed, PATIENCE)
+        met = [
+            text if self._group.count == 1 else f"process {index}: {text}" for index, text in enumerate(told) if text
+        ]
+        if met:
+            raise OSError("; ".join(met))
 
-def path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return folder / f"step-{step:08d}"
+    def _write_arrays(self, partial: Path, held: dict[str, _Held]) -> None:
+        def write(name: str) -> zarr.Sums:
+            one = held[name]
+            where = partial / "arrays" / name
+            return zarr.write(where, one.shape, one.dtype, one.unit, one.blocks, create=self._group.index == 0)
 
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            sums = dict(zip(held, threads.map(write, held), strict=True))
+        manifest.write_sums(partial, self._group.index, sums)
+        _sync_folders(partial)
 
-def steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints, in order."""
-    if not folder.is_dir():
-        return []
-    names = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.iterdir())
-    return sorted(int(name[1]) for name in names if name)
+    def _commit(self, partial: Path, final: Path, said: Manifest) -> None:
+        """Makes a written folder the checkpoint, all of it or nothing, even if the power fails."""
+        manifest.write(partial, said, self._group.count)
+        _sync_folder(partial)
+        partial.rename(final)
+        _sync_folder(final.parent)
 
-
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the last `keep` checkpoints."""
-    for step in steps(folder)[:-keep]:
-        # Renamed first: a checkpoint half removed must not look like a complete one.
-        doomed = path(folder, step).with_suffix(".partial")
-        path(folder, step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def clear_partial(folder: Path) -> list[Path]:
-    """Removes what saves that were cut off have left, and nothing else. Nobody may be saving into the folder."""
-    removed = []
-    for entry in sorted(folder.glob("step-*.partial")):
-        ours = re.fullmatch(r"step-\d{8,}\.partial", entry.name) and entry.is_dir() and not entry.is_symlink()
-        if ours and all(part.name in PARTS for part in entry.iterdir()):
-            shutil.rmtree(entry, ignore_errors=True)
-            removed.append(entry)
-    return removed
-
-
-def set_aside(folder: Path, step: int) -> Path:
-    """Renames a damaged checkpoint, so that it is neither found nor overwritten. Returns its new path."""
-    number, target = 1, path(folder, step).with_suffix(".damaged")
-    while target.exists():
-        number += 1
-        target = path(folder, step).with_suffix(f".damaged-{number}")
-    path(folder, step).rename(target)
-    return target
-
-
-def read_manifest(folder: Path, step: int) -> Manifest:
-    """What the checkpoint of a step says of itself, its checksums proved. Raises DamagedCheckpoint, UserError."""
-    where = path(folder, step)
-    try:
-        sums = (where / "SHA256SUMS").read_bytes().splitlines(keepends=True)
-        good = sums[:1] == [_sum_line(where, "manifest.json")]
-        text = (where / "manifest.json").read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from None
-    if not good:
-        raise DamagedCheckpoint(f"{where / 'manifest.json'}: differs from its checksum in SHA256SUMS")
-    fields = json.loads(text)
-    if fields["format"] != FORMAT:
-        raise UserError(
-            f"{where}: format {fields['format']}, but this jaxgpt reads {FORMAT}; use the one that wrote it"
-        )
-    arrays = {name: (tuple(a["shape"]), np.dtype(a["dtype"])) for name, a in fields["arrays"].items()}
-    if len(sums) != len(arrays) + 1:
-        raise DamagedCheckpoint(f"{where / 'SHA256SUMS'}: is not the list of this checkpoint's files")
-    for line, name in zip(sums[1:], arrays, strict=True):
-        _check_sum(where, f"arrays/{name}/zarr.json", name, line)
-    return Manifest(fields["step"], arrays, fields["meta"])
+    def _prune(self, said: Manifest) -> None:
+        self._losses = {step: self._losses.get(step) for step in steps(self.folder)} | {said.step: said.loss}
+        try:
+            retention.prune(self.folder, self._losses, self.keep, self.every)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename}: an earlier checkpoint cannot be removed ({error.strerror}); "
+                "mend that, then give the same command to go on from the last one"
+            ) from None
 
 
 def restore(
@@ -196,21 +173,30 @@ def restore(
     shapes must be its shapes, or the targets' own; `rows` as for Writer.save. Raises DamagedCheckpoint naming array
     and file, and UserError where the checkpoint holds other arrays than these.
     """
-    manifest = read_manifest(folder, step)
-    where = path(folder, step)
+    said = read_manifest(folder, step)
+    where, sums = path(folder, step), manifest.read_sums(folder, step)
     restored = {}
     for name, target in targets.items():
         wanted = None if logical is None else logical.get(name, target.shape)
-        stored = _stored(where, manifest, name, target, wanted)
-        restored[name] = _restore_array(where / "arrays" / name, name, stored, target, (rows or {}).get(name))
+        stored = _Stored(where / "arrays" / name, _shape(where, said, name, target, wanted), sums.get(name, {}))
+        restored[name] = _restore_array(stored, name, target, (rows or {}).get(name))
     return restored
 
 
-def _stored(where: Path, manifest: Manifest, name: str, target: jax.ShapeDtypeStruct, wanted: Shape | None) -> Shape:
+@dataclass(frozen=True)
+class _Stored:
+    """One array in a checkpoint."""
+
+    where: Path
+    shape: Shape
+    sums: zarr.Sums
+
+
+def _shape(where: Path, said: Manifest, name: str, target: jax.ShapeDtypeStruct, wanted: Shape | None) -> Shape:
     """The shape in which an array is stored. Raises UserError where the target is another array."""
-    if name not in manifest.arrays:
+    if name not in said.arrays:
         raise UserError(f"{where}: holds no array {name}; it was saved from another model")
-    shape, dtype = manifest.arrays[name]
+    shape, dtype = said.arrays[name]
     fits = len(shape) == len(target.shape) and all(a <= b for a, b in zip(shape, target.shape, strict=True))
     if dtype != target.dtype or not fits or wanted not in (None, shape):
         asked = f"{target.dtype}{list(wanted or target.shape)}"
@@ -218,32 +204,45 @@ def _stored(where: Path, manifest: Manifest, name: str, target: jax.ShapeDtypeSt
     return shape
 
 
-def _restore_array(where: Path, name: str, stored: Shape, target: jax.ShapeDtypeStruct, rows: Rows | None) -> jax.Array:
-    def numbered(index: zarr.Index | None) -> zarr.Index:
+def _restore_array(stored: _Stored, name: str, target: jax.ShapeDtypeStruct, rows: Rows | None) -> jax.Array:
+    def numbered(index: Index | None) -> Index:
         return zarr.resolve(index or (), target.shape)
 
     placed = target.sharding.addressable_devices_indices_map(target.shape)
     # Replicas are read once.
     parts = {str(index): index for index in map(numbered, placed.values())}
     try:
-        values = _read(where, stored, np.dtype(target.dtype), list(parts.values()), rows)
+        values = _read(stored, np.dtype(target.dtype), list(parts.values()), rows)
     except zarr.Unreadable as error:
         raise DamagedCheckpoint(f"{error.file}: array {name} is damaged ({error.reason})") from None
     except PermissionError as error:
-        raise UserError(f"{where}: array {name} cannot be read ({error})") from None
+        raise UserError(f"{stored.where}: array {name} cannot be read ({error})") from None
     read = dict(zip(parts, values, strict=True))
-    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: read[str(numbered(index))])
+    return jax.make_array_from_callback(
+        target.shape, target.sharding, lambda index: read[str(numbered(index))], dtype=target.dtype
+    )
 
 
-def _read(where: Path, stored: Shape, dtype: np.dtype, parts: list[zarr.Index], rows: Rows | None) -> list[np.ndarray]:
-    """Those parts of a stored array; where rows are stored in another order, row by row."""
+def _read(stored: _Stored, dtype: np.dtype, parts: list[Index], rows: Rows | None) -> list[np.ndarray]:
+    """Those parts of a stored array; where rows are stored in another order, by runs that follow one another."""
     if rows is None:
-        return zarr.read(where, stored, dtype, parts)
-    # a row that is not stored is read from beyond the array's end: zeros
-    places = [[rows[r] if rows[r] >= 0 else stored[0] for r in range(part[0].start, part[0].stop)] for part in parts]
-    single = [(slice(p, p + 1), *part[1:]) for part, held in zip(parts, places, strict=True) for p in held]
-    values = iter(zarr.read(where, stored, dtype, single))
-    return [np.concatenate([next(values) for _ in held]) for held in places]
+        return zarr.read(stored.where, stored.shape, dtype, parts, stored.sums)
+    runs = [_runs(rows[part[0].start : part[0].stop], stored.shape[0]) for part in parts]
+    pieces = [(run, *part[1:]) for part, some in zip(parts, runs, strict=True) for run in some]
+    values = iter(zarr.read(stored.where, stored.shape, dtype, pieces, stored.sums))
+    return [np.concatenate([next(values) for _ in some]) for some in runs]
+
+
+def _runs(places: Rows, beyond: int) -> list[slice]:
+    """Places as slices; what is stored nowhere lies beyond the array's end, where zeros are read."""
+    runs: list[slice] = []
+    for place in places:
+        if place >= 0 and runs and runs[-1].stop == place:
+            runs[-1] = slice(runs[-1].start, place + 1)
+        else:
+            first = place if place >= 0 else beyond
+            runs.append(slice(first, first + 1))
+    return runs
 
 
 def _off_the_devices(
@@ -255,10 +254,10 @@ def _off_the_devices(
             shard.data.copy_to_host_async()
     held = {}
     for name, array in arrays.items():
-        # A copy: on CPU numpy would see the device's own buffer, which the next step overwrites.
-        blocks = [(zarr.resolve(s.index, array.shape), np.array(s.data, copy=True)) for s in mine[name]]
+        blocks = [(zarr.resolve(s.index, array.shape), _on_the_host(s.data)) for s in mine[name]]
         # Chunks that no two processes share: the whole array where one process holds it all.
-        alone = array.is_fully_addressable
+        devices: Iterable[Any] = array.sharding.device_set
+        alone = len({device.process_index for device in devices}) == 1
         unit = array.shape if alone else array.sharding.shard_shape(array.shape)
         if name in rows:
             unit = (1, *unit[1:])
@@ -267,46 +266,22 @@ def _off_the_devices(
     return held
 
 
-def _by_rows(index: zarr.Index, values: np.ndarray, rows: Rows) -> list[tuple[zarr.Index, np.ndarray]]:
+def _on_the_host(data: jax.Array) -> np.ndarray:
+    """A copy of one device's part. Where devices share the host's memory, numpy would see their own buffer, which the
+    next step overwrites."""
+    shares = any(d.platform == "cpu" for d in data.devices()) or data.sharding.memory_kind != "device"
+    return np.array(data, copy=True) if shares else np.asarray(data)
+
+
+def _by_rows(index: Index, values: np.ndarray, rows: Rows) -> list[tuple[Index, np.ndarray]]:
     """A block as one for each of its rows that is stored, where it is stored."""
     places = [(at, rows[index[0].start + at]) for at in range(len(values))]
     return [((slice(p, p + 1), *index[1:]), values[at : at + 1]) for at, p in places if p >= 0]
 
 
-def _write_manifest(partial: Path, step: int, held: dict[str, _Held], meta: dict[str, Any]) -> None:
-    arrays = {name: {"shape": list(a.shape), "dtype": str(a.dtype)} for name, a in held.items()}
-    text = json.dumps({"format": FORMAT, "step": step, "meta": meta, "arrays": arrays}, indent=1)
-    _write_synced(partial / "manifest.json", text.encode())
-    names = ["manifest.json"] + [f"arrays/{name}/zarr.json" for name in held]
-    _write_synced(partial / "SHA256SUMS", b"".join(_sum_line(partial, name) for name in names))
-
-
-def _sum_line(where: Path, file: str) -> bytes:
-    return f"{hashlib.sha256((where / file).read_bytes()).hexdigest()}  {file}\n".encode()
-
-
-def _check_sum(where: Path, file: str, array: str, line: bytes) -> None:
-    try:
-        good = line == _sum_line(where, file)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{where / file}: array {array} is damaged ({error.strerror})") from None
-    if not good:
-        raise DamagedCheckpoint(f"{where / file}: array {array} differs from its checksum in SHA256SUMS")
-
-
-def _commit(partial: Path, final: Path) -> None:
-    """Makes a written folder the checkpoint, all of it or nothing, even if the power fails."""
+def _sync_folders(partial: Path) -> None:
     for parent, _, _ in os.walk(partial):
         _sync_folder(Path(parent))
-    partial.rename(final)
-    _sync_folder(final.parent)
-
-
-def _write_synced(file: Path, data: bytes) -> None:
-    with file.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -49,6 +49,8 @@ CHANGEABLE = frozenset(
         "eval_tokens",
         "save_every",
         "keep",
+        "keep_every",
+        "resume",
     }
     | {"profile", "prompt"}
 )

@@ -72,12 +72,14 @@ class Loop:
         self._pending: tuple[int, Tree] | None = None
         self._latest: Tree = {}
         self._reported = self.done
+        self._measured: tuple[int, float] | None = None
+        """Step and loss of the last validation in passing."""
 
     def __enter__(self) -> "Loop":
         with ExitStack() as stack:
             self._metrics = Metrics(self.run, self.done)
             stack.callback(self._metrics.close)
-            self._writer = Writer(self.run / "checkpoints", self.config.keep)
+            self._writer = Writer(self.run / "checkpoints", self.config.keep, self.config.keep_every)
             stack.callback(self._writer.close)
             self._tracer = Tracer(self.config.profile_steps(), self.run / "profile", self.console.say)
             stack.callback(self._tracer.close)
@@ -105,6 +107,7 @@ class Loop:
                 self._step(batch)
         self._report()
         if self.saved != self.done:
+            self._validate_if_due()
             self._save()
         if self.done < config.steps:
             self.stopped = self._signals.received
@@ -176,7 +179,7 @@ class Loop:
 
     def _validate_if_due(self) -> None:
         """A validation in passing, unless it is on record: a signal may have cut it off before the run was resumed."""
-        if not _due(self.done, self.config.eval_every) or self.done == self.config.steps:
+        if not _due(self.done, self.config.eval_every):
             return
         if not any(record.get("kind") == "validation" for record in self._metrics.of(self.done)):
             self._validate()
@@ -193,6 +196,8 @@ class Loop:
             stopped=lambda: self._signals.received is not None,
         )
         if found is not None:
+            if not complete:  # of as many tokens each time, so that checkpoints compare
+                self._measured = self.done, found.loss
             record: dict[str, Any] = {"loss": found.loss, "tokens": found.tokens, "complete": complete}
             if found.bits_per_byte is not None:
                 record["bits_per_byte"] = found.bits_per_byte
@@ -211,7 +216,13 @@ class Loop:
         }
         shapes = logical_shapes(self.state, self.program.logical)
         rows = stored_rows(self.state, self.program.rows)
-        self._writer.save(self.done, flatten(self.state), shapes, meta, rows)
+        step, loss = self._measured or (None, None)
+        if self._writer.busy:
+            self.console.fallback(
+                f"step {self.done}: waits for the checkpoint of step {self.saved}, which is still being written; "
+                "a larger --save-every lets the disk keep up"
+            )
+        self._writer.save(self.done, flatten(self.state), shapes, meta, rows, loss if step == self.done else None)
         self.saved = self.done
 
     def _noted(self, name: str) -> None:

@@ -23,6 +23,7 @@ from jaxgpt.training.evaluation import Figures, measure
 from jaxgpt.training.loop import Begin, Loop
 from jaxgpt.training.program import Program
 from jaxgpt.training.resume import restore_last
+from jaxgpt.training.retention import LAST
 
 SAMPLE_TOKENS = 200
 """Tokens of the sample drawn at the end."""
@@ -112,15 +113,17 @@ def _source(run: Path, config: RunConfig) -> models.Model | None:
     return models.open_model(Path(config.init_from), config.model)
 
 
-def evaluate(run: Path, data: str | None = None, mesh: str = "", stride: int | None = None) -> Figures:
+def evaluate(
+    run: Path, data: str | None = None, mesh: str = "", step: str = LAST, stride: int | None = None
+) -> Figures:
     """Loss, perplexity, bits per byte and tokens counted of a run's last checkpoint, or of a model of somebody else's,
     printed and returned.
 
-    data: a text, read in full; None: the run's own validation part. mesh: any; empty: all devices on data. stride: of
-    a sliding window; see evaluation.measure.
+    data: a text, read in full; None: the run's own validation part. mesh: any; empty: all devices on data. step:
+    another checkpoint, as retention.find takes it. stride: of a sliding window; see evaluation.measure.
     """
     console = Console()
-    trained = open_trained(run, mesh, console)
+    trained = open_trained(run, mesh, console, step)
     seq = trained.config.model.seq
     require(stride is None or 1 <= stride <= seq, "--stride", stride, f"must be at least 1 and at most {seq}")
     if data is None and is_model(run):
@@ -144,12 +147,14 @@ def evaluate(run: Path, data: str | None = None, mesh: str = "", stride: int | N
     return found
 
 
-def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
-    """The parameters of a run's last whole checkpoint, or of a Hugging Face folder or GGUF file, on any mesh.
+def open_trained(run: Path, mesh_text: str, console: Console, step: str = LAST) -> Trained:
+    """The parameters of a run's last whole checkpoint, or of that of a `step` (retention.find), or of a Hugging Face
+    folder or GGUF file, on any mesh.
 
     Raises UserError where there are none, or the mesh does not fit.
     """
     model = models.open_model(run) if is_model(run) else None
+    require(model is None or step == LAST, "--step", step, f"is of a run, but {run} is a model, which has no steps")
     stored = folder.stored_config(run) if model is None else RunConfig(model=model.config, global_batch=1)
     config = dataclasses.replace(stored, mesh=mesh_text, offload="none", **UNCUT)  # there are no moments to hold
     devices, sizes = _devices(config, console, training=False)
@@ -163,7 +168,8 @@ def open_trained(run: Path, mesh_text: str, console: Console) -> Trained:
         params = model.onto(program.table, program.shardings)
         return Trained(config, program, params, 0, model.tokenizer, model.beside)
     targets = {"params": program.targets()["params"]}
-    restored = restore_last(run / "checkpoints", targets, program.logical, console.fallback, program.rows)
+    say = console.fallback
+    restored = restore_last(run / "checkpoints", targets, program.logical, say, program.rows, wanted=step)
     if restored is None:
         raise UserError(f"{run}: has no checkpoint yet; train it further")
     tokenizer = run / "tokenizer"
@@ -284,7 +290,9 @@ def _finished(run: Path, config: RunConfig, console: Console) -> Result | None:
 def _begin(run: Path, program: Program, console: Console, source: models.Model | None) -> Begin:
     checkpoints = run / "checkpoints"
     checkpoint.clear_partial(checkpoints)
-    restored = restore_last(checkpoints, program.targets(), program.logical, console.fallback, program.rows)
+    strict = program.config.resume == "strict"
+    say, targets = console.fallback, program.targets()
+    restored = restore_last(checkpoints, targets, program.logical, say, program.rows, strict=strict)
     if restored is None and source is not None:
         console.say(f"parameters: from {source.path}")
         return Begin(program.begin_with(source.onto(program.table, program.shardings)), 0, None)

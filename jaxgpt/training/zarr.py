@@ -6,13 +6,16 @@ flipped byte is found wherever it lies, a small model makes few files, and a lar
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
 
-Index = tuple[slice, ...]
+from jaxgpt.training.chunks import DIGITS, Grid, Index, checksums
+
+Sums = dict[str, str]
+"""The checksums of all chunks of each file of an array, in order."""
 
 FILE_BYTES = 2**27
 """Most bytes in one file."""
@@ -48,53 +51,95 @@ def chunk_shape(shape: Sequence[int], itemsize: int, limit: int) -> tuple[int, .
 
 
 def write(
-    path: Path, shape: Sequence[int], dtype: np.dtype, unit: Sequence[int], blocks: Sequence[tuple[Index, np.ndarray]]
-) -> None:
+    path: Path,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    unit: Sequence[int],
+    blocks: Sequence[tuple[Index, np.ndarray]],
+    create: bool = True,
+) -> Sums:
     """Stores an array of `shape`, given as blocks; what lies outside of `shape` (padding) is left out.
 
     `unit` is a shape that no two writers share and that chunks must divide: the whole (padded) array where one
-    process holds it, else a shard. Every byte is on the disk when this returns. Raises Unwritable.
+    process holds it, else a shard. Of several writers one alone creates the array. Every byte is on the disk when this
+    returns the checksums of the files that it wrote. Raises Unwritable.
     """
-    outer = chunk_shape(unit, dtype.itemsize, FILE_BYTES)
-    spec = _spec(path) | {"metadata": _metadata(shape, dtype, outer), "store_data_equal_to_fill_value": True}
+    grid = grid_for(unit, dtype.itemsize)
+    spec = _spec(path) | {"metadata": _metadata(shape, dtype, grid), "store_data_equal_to_fill_value": True}
+    parts = [(clip(index, shape), values) for index, values in blocks]
+    parts = [(part, values) for part, values in parts if not is_empty(part)]
     try:
-        store = ts.open(spec, create=True).result()
+        # The others know what the one that creates it writes into zarr.json, and need not wait for it.
+        store = ts.open(spec, create=True).result() if create else ts.open(spec, assume_metadata=True).result()
         # One transaction, so that a chunk that several shards share is written once.
         transaction = ts.Transaction()
         writes = []
-        for index, values in blocks:
-            clipped = clip(index, shape)
-            if not is_empty(clipped):
-                target = store.with_transaction(transaction)[clipped]
-                part = values[tuple(slice(0, s.stop - s.start) for s in clipped)]
-                writes.append(target.write(part, can_reference_source_data_indefinitely=True))
+        for part, values in parts:
+            held = values[tuple(slice(0, s.stop - s.start) for s in part)]
+            target = store.with_transaction(transaction)[part]
+            writes.append(target.write(held, can_reference_source_data_indefinitely=True))
         for one in writes:
             one.copy.result()
         transaction.commit_async().result()
+        files = {file for part, _ in parts for file, _ in grid.touched(part)}
+        return {file: "".join(checksums(path / file, grid.count, range(grid.count))) for file in sorted(files)}
     except (OSError, ValueError) as error:
         raise Unwritable(_reason(error)) from None
 
 
-def read(path: Path, shape: Sequence[int], dtype: np.dtype, indices: Sequence[Index]) -> list[np.ndarray]:
+def read(
+    path: Path, shape: Sequence[int], dtype: np.dtype, indices: Sequence[Index], sums: Mapping[str, str] | None
+) -> list[np.ndarray]:
     """The parts `indices` of a stored array of `shape`; what they have beyond `shape` is filled with zeros.
 
-    Reads the chunks that the parts touch, all parts at once. Raises Unreadable.
+    Reads the chunks that the parts touch, all parts at once, and holds their checksums against `sums`, which write
+    returned; None: only against what is in them. Raises Unreadable.
     """
     try:
-        store = ts.open(_spec(path), open=True).result()
-        if store.shape != tuple(shape) or store.dtype.numpy_dtype != dtype:
-            raise Unreadable(path / "zarr.json", f"is {store.dtype.name}{list(store.shape)}, not {dtype}{list(shape)}")
+        store = _open(path, shape, dtype)
         clipped = [clip(index, shape) for index in indices]
         reads = [None if is_empty(part) else store[part].read() for part in clipped]
-        return [
+        values = [
             _filled(index, dtype, None if one is None else one.result())
             for index, one in zip(indices, reads, strict=True)
         ]
+        if sums is not None:
+            _compare(path, _grid_of(store), [part for part in clipped if not is_empty(part)], sums)
+        return values
     except (Unreadable, PermissionError):
         raise
     except (OSError, ValueError, IndexError) as error:
         named = re.search(r'local file "([^"]+)"', str(error))
         raise Unreadable(Path(named[1]) if named else path, _reason(error)) from None
+
+
+def files(path: Path, shape: Sequence[int], dtype: np.dtype) -> list[tuple[str, Index]]:
+    """Each file of a stored array whose zarr.json is whole, by its name, and its part of the array."""
+    return list(_grid_of(_open(path, shape, dtype)).files(tuple(shape)))
+
+
+def _open(path: Path, shape: Sequence[int], dtype: np.dtype) -> ts.TensorStore:
+    store = ts.open(_spec(path), open=True).result()
+    if store.shape != tuple(shape) or store.dtype.numpy_dtype != dtype:
+        raise Unreadable(path / "zarr.json", f"is {store.dtype.name}{list(store.shape)}, not {dtype}{list(shape)}")
+    return store
+
+
+def _compare(path: Path, grid: Grid, parts: Sequence[Index], sums: Mapping[str, str]) -> None:
+    """Raises Unreadable unless the chunks that parts touch are those that were written there."""
+    touched: dict[str, set[int]] = {}
+    for part in parts:
+        for file, numbers in grid.touched(part):
+            touched.setdefault(file, set()).update(numbers)
+    for file, some in touched.items():
+        numbers, listed = sorted(some), sums.get(file, "")
+        if checksums(path / file, grid.count, numbers) != [listed[DIGITS * n : DIGITS * (n + 1)] for n in numbers]:
+            raise Unreadable(path / file, "it is not the file that was written there")
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The type of that name, one of numpy's or bfloat16 and its kin."""
+    return ts.dtype(name).numpy_dtype
 
 
 def resolve(index: Index, shape: Sequence[int]) -> Index:
@@ -131,14 +176,27 @@ def _spec(path: Path) -> dict[str, object]:
     }
 
 
-def _metadata(shape: Sequence[int], dtype: np.dtype, outer: tuple[int, ...]) -> dict[str, object]:
+def grid_for(unit: Sequence[int], itemsize: int) -> Grid:
+    """How an array is cut whose writers share no part of the shape `unit`."""
+    file = chunk_shape(unit, itemsize, FILE_BYTES)
+    return Grid(file, chunk_shape(file, itemsize, CHUNK_BYTES))
+
+
+def _grid_of(store: ts.TensorStore) -> Grid:
+    """How a stored array is cut."""
+    layout = store.chunk_layout
+    if not store.rank:
+        return Grid((), ())
+    return Grid(*(tuple(int(n or 0) for n in one.shape or ()) for one in (layout.write_chunk, layout.read_chunk)))
+
+
+def _metadata(shape: Sequence[int], dtype: np.dtype, grid: Grid) -> dict[str, object]:
     checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    inner = chunk_shape(outer, dtype.itemsize, CHUNK_BYTES)
-    sharded = {"chunk_shape": inner, "codecs": checked, "index_codecs": checked, "index_location": "end"}
+    sharded = {"chunk_shape": grid.chunk, "codecs": checked, "index_codecs": checked, "index_location": "end"}
     return {
         "shape": list(shape),
         "data_type": ts.dtype(dtype).name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": outer}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": grid.file}},
         "codecs": [{"name": "sharding_indexed", "configuration": sharded}],
     }
 
