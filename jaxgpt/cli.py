@@ -157,7 +157,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, 1 where a check finds a difference, 2 for what the user
-    must mend, 128 + n for signal n."""
+    must mend, 75 after a signal that a run was saved for, 128 + n where signal n ended it at once, 69 where the watchdog
+    did."""
     verb, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
         if verb in ("-h", "--help"):

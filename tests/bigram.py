@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import ModelConfig, RunConfig
@@ -108,7 +109,11 @@ def _step(state: Tree, batch: Tree, lr: float) -> tuple[Tree, Tree]:
     nu = state["nu"]["table"] + gradient**2
     new = {"params": {"table": table - lr * mu}, "mu": {"table": mu}, "nu": {"table": nu}, "step": state["step"] + 1}
     norm = jnp.sqrt(jnp.sum(jax.reshard(gradient, PartitionSpec()) ** 2))
-    return new, {"loss": loss, "grad_norm": norm, "lr": jnp.float32(lr), "tokens": tokens}
+    before = batch.get("undone", jnp.int32(0))
+    good = jnp.isfinite(loss) & jnp.isfinite(norm) & (before == 0)
+    new = jax.tree.map(partial(lax.select, good), new, state)
+    undone = jnp.where(good, 0, before + 1)
+    return new, {"loss": loss, "grad_norm": norm, "lr": jnp.float32(lr), "tokens": tokens, "undone": undone}
 
 
 def config(text: Path, **changes: Any) -> RunConfig:

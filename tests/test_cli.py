@@ -19,7 +19,8 @@ from jaxgpt.errors import UserError
 TRAIN = """preset run plan data tokenizer init_from validation documents mesh steps seed global_batch micro_batch seq
 layers width heads kv_heads vocab dropout attention_dropout lr min_lr warmup lr_schedule decay weight_decay beta1 beta2
 epsilon clip layout sequence_parallel context_attention schedule schedule_file virtual_stages stages zero recompute
-dtype log_every eval_every eval_tokens save_every keep profile prompt"""
+dtype log_every eval_every eval_tokens save_every keep non_finite spike watchdog
+profile prompt"""
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 config.json     the resolved configuration: data as a full path, the vocabulary's real size
 data.json       what the tokens are: source, counts, checksums
 tokenizer/      what turns text into this model's tokens
-checkpoints/  metrics.jsonl  tensorboard/  loss.png  sample.txt  profile/
+checkpoints/  metrics.jsonl  tensorboard/  loss.png  sample.txt  profile/  faults/
 .lock           held by the process that trains in it
 """
 
@@ -49,7 +49,7 @@ CHANGEABLE = frozenset(
         "save_every",
         "keep",
     }
-    | {"profile", "prompt"}
+    | {"profile", "prompt", "non_finite", "spike", "watchdog"}
 )
 """What a resumed run may be given anew: where and how fast the same numbers are computed, and what is told of them.
 
