@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import ModelConfig, RunConfig
-from jaxgpt.training import checkpoint, folder, metrics, run
+from jaxgpt.training import checkpoint, folder, metrics, run, watchdog
 from jaxgpt.training.program import Program
 
 Tree = dict[str, Any]
@@ -184,6 +184,7 @@ def main(where: str, data: str, changes: str) -> int:
         kind = Program
         given |= {"model": dataclasses.replace(TINY, layers=2, heads=4, dropout=0.1), "lr": 0.01, "global_batch": 8}
     seconds, hang = given.pop("seconds", 0.0), given.pop("hang", None)
+    watchdog.STEP = given.pop("patience", watchdog.STEP)
     place, step = kind.place, kind.step
 
     def slow_place(self: Program, batch: dict[str, np.ndarray]) -> Tree:

@@ -1,8 +1,8 @@
 """Which tensor was the first that is not finite, and of which samples: a bad step's batch, run again.
 
-The step has been undone, so the parameters are those that it met. Looked at in this order, which is that of a step:
-parameters; activations, block by block, forward and without dropout; the loss; gradients, from the head backwards; their
-norm. Works on every mesh: each question is one program, and its answer is the same on every process.
+The step has been undone, so the parameters are those that it met. Looked at in the order of a step: parameters;
+activations, block by block, forward and without dropout; the loss; gradients, from the head backwards; their norm. Works
+on every mesh: each question is one program, and its answer is the same on every process.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,8 @@ class Culprit:
         what = self.name if self.kind in ("loss", "norm") else f"{self.kind} {self.name}{of}"
         if self.microbatch is None:
             return f"first in {what}, of no sample alone"
-        return f"first in {what}, microbatch {self.microbatch}, samples {', '.join(map(str, self.samples))} of its batch"
+        samples = ", ".join(map(str, self.samples))
+        return f"first in {what}, microbatch {self.microbatch}, samples {samples} of its batch"
 
 
 def find(program: Program, params: Arrays, batch: Batch, updates: int) -> Culprit:

@@ -49,10 +49,12 @@ class Rewind:
 class Spikes:
     """Tells a loss that is far above those before it."""
 
-    def __init__(self, factor: float) -> None:
-        """factor: times the median; 0: nothing is a spike."""
+    def __init__(self, factor: float, records: list[Record]) -> None:
+        """factor: times the median; 0: nothing is a spike. records: of the run so far, so that one that is resumed
+        finds what the one that was never stopped does."""
         self._factor = factor
-        self._losses: deque[float] = deque(maxlen=READINGS)
+        losses = [record["loss"] for record in records if record.get("kind") == "train"]
+        self._losses: deque[float] = deque(losses, maxlen=READINGS)
 
     def above(self, loss: float) -> float | None:
         """The median that the loss is so far above; None where it is no spike, and counts among the readings."""

@@ -262,9 +262,12 @@ def _lock(lock: IO[str], run: Path, say: Callable[[str], None]) -> None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise _unusable(run, error) from None
         say(f"{run}: its file system has no locks ({error.strerror}), so a second process in it would not be noticed")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-    lock.flush()
+    try:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+    except OSError as error:
+        raise _unusable(run, error) from None
 
 
 def _refuse(fields: list[str]) -> None:

@@ -82,7 +82,7 @@ def resume(
 
 
 def rewind(run: Path, config: RunConfig, mixture: Mixture, step: int, sample: int) -> None:
-    """Writes down that the run, come back to `step`, goes on after so many samples, and leaves those before them out."""
+    """Writes down that the run, come back to `step`, goes on after so many samples; those between are left out."""
     phases = [phase for phase in _read(run) if phase.step <= step]
     following = phases[-1].after(step, config, shares(mixture), sample)
     _write(run, [*(p for p in phases if p.step < step), replace(following, rewinds=following.rewinds + 1)])

@@ -75,14 +75,14 @@ class Loop:
         self._pending: tuple[int, Tree] | None = None
         self._latest: Tree = {}
         self._reported = self.done
-        self._spikes = faults.Spikes(config.spike)
 
     def __enter__(self) -> "Loop":
         with ExitStack() as stack:
             self._metrics = Metrics(self.run, self.done)
             stack.callback(self._metrics.close)
-            self._left_out = faults.left_out(metrics.read(self.run), self.done)
-            self._left_out_until = self.done
+            records = metrics.read(self.run)
+            self._left_out, self._left_out_until = faults.left_out(records, self.done), self.done
+            self._spikes = faults.Spikes(self.config.spike, records)
             factor = 0.0 if in_notebook() else self.config.watchdog
             self.watchdog = stack.enter_context(Watchdog(self.run, factor, self.config.log_every, self._collectives))
             self._writer = Writer(self.run / "checkpoints", self.config.keep)
@@ -243,7 +243,7 @@ class Loop:
     def _collectives(self) -> list[str]:
         """A line for each of a step's."""
         lines = ledger(self.program.traced.jaxpr, self.program.sizes)
-        return [f"{line.times} x {line.kind} over {', '.join(line.axes)}, {line.phase}, {line.source}" for line in lines]
+        return [f"{one.times} x {one.kind} over {', '.join(one.axes)}, {one.phase}, {one.source}" for one in lines]
 
     def _validate_if_due(self) -> None:
         """A validation in passing, unless it is on record: a signal may have cut it off before the run was resumed."""

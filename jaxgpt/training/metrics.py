@@ -3,7 +3,6 @@
 A training record:   {"kind": "train", "step": 10, "loss": 5.1, "grad_norm": 0.9, "lr": 1e-4, ...}
 A validation record: {"kind": "validation", "step": 100, "loss": 3.2, "tokens": 65536, "complete": false}
 A step that went wrong: {"kind": "fault", "step": 7, "action": "skip", "name": "blocks.mlp.up.weight", "layer": 3, ...}
-A run set back:      {"kind": "rewind", "step": 100, "wrong": 107, "samples": 1712, "why": "..."}
 Loss is in nats a token. What is not finite is null.
 """
 

@@ -302,8 +302,8 @@ def _back(
     history.rewind(run, config, dataset, begin.step, rewind.samples)
     samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
     console.fallback(
-        f"back to step {begin.step}; goes on after the {samples:,} samples up to step {rewind.step}, which are left out "
-        f"({before + 1} of at most {rewind.most} times)"
+        f"back to step {begin.step}; goes on after the {samples:,} samples up to step {rewind.step}, "
+        f"which are left out ({before + 1} of at most {rewind.most} times)"
     )
     return dataclasses.replace(begin, samples=samples), dataset
 

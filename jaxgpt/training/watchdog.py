@@ -5,9 +5,9 @@
         with watchdog.phase("save"): ...      # does not count as a step's time, and has a time of its own
         watchdog.end("process 3 is gone")     # from any thread
 
-It ends by os._exit, with STATUS: a thread that waits for a device or a peer can be ended in no other way. First it writes
-the stacks of all threads to stderr and into RUN/faults/, what the run was at, and the collectives of a step. What is on
-the disk stays; the same command goes on from the last checkpoint.
+It ends by os._exit, with STATUS: a thread that waits for a device or a peer can be ended in no other way. First it
+writes the stacks of all threads to stderr and into RUN/faults/, what the run was at, and the collectives of a step. What
+is on the disk stays; the same command goes on from the last checkpoint.
 """
 
 import faulthandler
