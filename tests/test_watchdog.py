@@ -8,7 +8,7 @@ import pytest
 from bigram import start
 
 from jaxgpt.training import checkpoint, watchdog
-from jaxgpt.training.watchdog import STATUS, STEP, UNKNOWN, Watchdog
+from jaxgpt.training.watchdog import STATUS, STEP, STOPPED, UNKNOWN, Watchdog
 
 pytest_plugins = ["run_fixtures"]
 
@@ -32,6 +32,16 @@ def watching(run: Path, clock: Clock) -> Watchdog:
     return Watchdog(run, factor=3.0, every=2, clock=clock)
 
 
+def late(dog: Watchdog, clock: Clock, seconds: float) -> str | None:
+    """What it says after so many seconds, in which it has looked all the time."""
+    said = None
+    while seconds > 0:
+        clock.now += min(seconds, STOPPED)
+        seconds -= STOPPED
+        said = dog.look()
+    return said
+
+
 def steps(dog: Watchdog, clock: Clock, seconds: float, count: int) -> None:
     for step in range(1, count + 1):
         clock.now += seconds
@@ -43,12 +53,11 @@ def test_a_step_may_take_so_many_times_the_median_and_the_steps_between_two_read
 ) -> None:
     dog = watching(tmp_path, clock)
     steps(dog, clock, 100.0, 5)
-    clock.now += 500.0
-    assert dog.late() is None
-    clock.now += 0.1
-    assert dog.late() == "step after step 5 has taken 500 s, and may take 500 s"
+    dog.look()
+    assert late(dog, clock, 500.0) is None
+    assert late(dog, clock, 0.1) == "step after step 5 has taken 500 s, and may take 500 s"
     dog.stepped(6)
-    assert dog.late() is None
+    assert dog.look() is None
     assert dog.limit() == ("step", 500.0)  # one slow step moves no median
 
 
@@ -70,22 +79,19 @@ def test_quick_steps_and_first_steps_have_time(tmp_path: Path, clock: Clock) -> 
 def test_other_phases_are_no_steps_time_and_have_their_own(tmp_path: Path, clock: Clock) -> None:
     dog = watching(tmp_path, clock)
     steps(dog, clock, 200.0, 4)
+    dog.look()
     with dog.phase("validate"):
-        clock.now += UNKNOWN
-        assert dog.late() is None
+        assert late(dog, clock, UNKNOWN) is None
         dog.beat()
-        clock.now += UNKNOWN
-        assert dog.late() is None
+        assert late(dog, clock, UNKNOWN) is None
         with dog.phase("save"):
-            clock.now += 2 * UNKNOWN
-            assert dog.late() is None
-        clock.now += 1.0
-        assert dog.late() == f"validate after step 4 has taken {UNKNOWN + 1:.0f} s, and may take {UNKNOWN:.0f} s"
+            assert late(dog, clock, 2 * UNKNOWN) is None
+        said = late(dog, clock, 1.0)
+        assert said == f"validate after step 4 has taken {UNKNOWN + 1:.0f} s, and may take {UNKNOWN:.0f} s"
     with dog.phase("compile"):
-        clock.now += 1e6
-        assert dog.late() is None
-    assert dog.late() is None
-    clock.now += 200.0
+        assert late(dog, clock, 100 * UNKNOWN) is None
+    assert dog.look() is None
+    assert late(dog, clock, 200.0) is None
     dog.stepped(5)
     assert dog.limit() == ("step", 1000.0)
 
@@ -131,8 +137,22 @@ def test_its_thread_ends_a_process_whose_clock_says_so(
     monkeypatch.setattr(watchdog, "POLL", 0.01)
     ended = threading.Event()
     with Watchdog(tmp_path, 3.0, 2, list, clock, lambda status: ended.set()):
-        clock.now += UNKNOWN + 1
-        assert ended.wait(60)
+        while not ended.wait(0.02):
+            clock.now += 10.0
+    assert clock.now > UNKNOWN
+
+
+def test_a_process_that_was_stopped_itself_is_not_late(tmp_path: Path, clock: Clock) -> None:
+    dog = watching(tmp_path, clock)
+    steps(dog, clock, 100.0, 5)
+    assert dog.look() is None
+    with dog.phase("save"):
+        clock.now += 1e6
+        assert dog.look() is None
+    assert dog.look() is None
+    clock.now += 1e6
+    assert dog.look() is None
+    assert late(dog, clock, 501.0) is not None
 
 
 def test_without_a_factor_nothing_is_watched(tmp_path: Path, clock: Clock) -> None:

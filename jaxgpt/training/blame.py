@@ -1,8 +1,8 @@
 """Which tensor was the first that is not finite, and of which samples: a bad step's batch, run again.
 
 The step has been undone, so the parameters are those that it met. Looked at in the order of a step: parameters;
-activations, block by block, forward and without dropout; the loss; gradients, from the head backwards; their norm. Works
-on every mesh: each question is one program, and its answer is the same on every process.
+activations, block by block, forward and without dropout; the loss; gradients, from the head backwards; their norm.
+It works on every mesh: each question is one program, and its answer is the same on every process.
 """
 
 from collections.abc import Callable, Sequence

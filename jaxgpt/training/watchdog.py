@@ -6,8 +6,8 @@
         watchdog.end("process 3 is gone")     # from any thread
 
 It ends by os._exit, with STATUS: a thread that waits for a device or a peer can be ended in no other way. First it
-writes the stacks of all threads to stderr and into RUN/faults/, what the run was at, and the collectives of a step. What
-is on the disk stays; the same command goes on from the last checkpoint.
+writes the stacks of all threads to stderr and into RUN/faults/, what the run was at, and the collectives of a step.
+What is on the disk stays; the same command goes on from the last checkpoint.
 """
 
 import faulthandler
@@ -34,6 +34,8 @@ SLOW = {"save": 7200.0, "restore": 7200.0}
 """Seconds for what a disk determines."""
 POLL = 1.0
 """Seconds between two looks: how late the end may come."""
+STOPPED = 30.0
+"""Seconds between two looks that tell of a process that was itself stopped, as batch systems do: they do not count."""
 LAST_WORDS = 30.0
 """Seconds from the end's beginning in which the process is gone, whatever hinders the writing."""
 KEPT = 64
@@ -69,6 +71,7 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=KEPT)
         self._phases = [_Phase("step", clock())]
         self._step = 0
+        self._looked = clock()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._ended = False
@@ -142,10 +145,14 @@ class Watchdog:
             return name, max(STEP, (self._factor + self._every) * statistics.median(self._steps))
         return name, SLOW.get(name, UNKNOWN)
 
-    def late(self) -> str | None:
-        """What to say, where the phase that runs takes too long."""
+    def look(self) -> str | None:
+        """What to say, where the phase that runs takes too long. To be called every POLL seconds."""
         with self._lock:
-            (name, limit), spent = self._limit(len(self._phases) - 1), self._clock() - self._phases[-1].since
+            now, phase = self._clock(), self._phases[-1]
+            if now - self._looked > STOPPED:
+                phase.since += now - self._looked
+            self._looked = now
+            (name, limit), spent = self._limit(len(self._phases) - 1), now - phase.since
             if limit is None or spent <= limit:
                 return None
             return f"{name} after step {self._step} has taken {spent:.0f} s, and may take {limit:.0f} s"
@@ -182,7 +189,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(POLL):
-            late = self.late()
+            late = self.look()
             if late is not None:
                 self.end(late)
                 return
