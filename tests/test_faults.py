@@ -1,5 +1,6 @@
 """Runs in which steps go wrong: left out, stopped at or gone back from, exactly, however late the host reads of it."""
 
+import errno
 import json
 import os
 import signal
@@ -157,6 +158,24 @@ def test_parameters_that_are_not_finite_take_no_checkpoints_place(
     with pytest.raises(UserError, match=r"step 7: .*the checkpoint of step 5 is kept"):
         run.train(config(data, non_finite="stop"), tmp_path / "run")
     assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [5]
+
+
+def test_a_disk_too_full_to_say_what_was_wrong_is_one_line(
+    data: Path, tmp_path: Path, poison: Poison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison([7])
+    where = tmp_path / "run"
+    run.train(config(data, steps=6), where)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(faults.folder, "replace", full)
+        patch.setattr(run.folder, "write", lambda *_: None)
+        with pytest.raises(UserError, match=r"run/faults: cannot be written \(No space left"):
+            run.train(config(data), where)
+    assert run.train(config(data), where).step == 12
 
 
 def test_rewind_goes_on_from_the_checkpoint_with_the_samples_after_the_step(

@@ -249,7 +249,9 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "metrics", "config", "curve"])
+@pytest.mark.parametrize(
+    "what", ["checkpoint", "metrics", "tensorboard", "config", "samples.json", "curve", "sample.txt"]
+)
 def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(
     what: str, data: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,14 +261,21 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(
             patch.setattr(checkpoint, "_commit", full)
         elif what == "metrics":
             patch.setattr(metrics.os, "fsync", full)
+        elif what == "tensorboard":
+            patch.setattr(metrics.EventsWriter, "flush", full)
         elif what == "config":
             patch.setattr(folder, "to_json", full)
-        else:
+        elif what == "curve":
             patch.setattr(curve.Figure, "savefig", full)
+        else:
+            real = folder.replace
+            patch.setattr(folder, "replace", lambda file, new: full() if file.name == what else real(file, new))
+        changed = 8 if what == "samples.json" else 4
         with pytest.raises(UserError, match="No space left") as caught:
-            run.train(config(data, steps=14), straight)
+            run.train(config(data, steps=14, global_batch=changed), straight)
     assert "\n" not in str(caught.value)
-    if what != "curve":
+    assert what.split(".")[0] in str(caught.value) or what in ("tensorboard", "config", "curve")
+    if what not in ("curve", "sample.txt"):
         assert last_arrays(straight) == before
     assert run.train(config(data, steps=14), straight).step == 14
 
