@@ -7,7 +7,7 @@ It works on every mesh: each question is one program, and its answer is the same
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ Batch = dict[str, np.ndarray]
 class Culprit:
     """The first tensor of a step that is not finite."""
 
-    kind: str
+    what: str
     """parameter, activation, loss, gradient, norm; or nothing, where a second run of the step finds all finite."""
     name: str
     """Of the parameter or activation, "blocks.mlp.up.weight"."""
@@ -49,18 +49,18 @@ class Culprit:
     @property
     def whole(self) -> bool:
         """Whether the parameters are finite: worth to be saved."""
-        return self.kind != "parameter"
+        return self.what != "parameter"
 
     def said(self) -> str:
         """For a line on the console."""
-        if self.kind == "nothing":
+        if self.what == "nothing":
             return "run again, the step is finite: a device may have miscomputed"
         of = "" if self.layer is None else f" of layer {self.layer}"
-        what = self.name if self.kind in ("loss", "norm") else f"{self.kind} {self.name}{of}"
+        tensor = self.name if self.what in ("loss", "norm") else f"{self.what} {self.name}{of}"
         if self.microbatch is None:
-            return f"first in {what}, of no sample alone"
+            return f"first in {tensor}, of no sample alone"
         samples = ", ".join(map(str, self.samples))
-        return f"first in {what}, microbatch {self.microbatch}, samples {samples} of its batch"
+        return f"first in {tensor}, microbatch {self.microbatch}, samples {samples} of its batch"
 
 
 def find(program: Program, params: Arrays, batch: Batch, updates: int) -> Culprit:
@@ -93,13 +93,13 @@ class _Search:
             return Culprit("norm", "the gradient's norm, a sum of squares too large for fp32", None, None, ())
         return Culprit("nothing", "", None, None, ())
 
-    def named(self, kind: str, name: str, layer: int | None, samples: Sequence[int]) -> Culprit:
+    def named(self, what: str, name: str, layer: int | None, samples: Sequence[int]) -> Culprit:
         """With the samples of the first microbatch alone."""
         if not samples:
-            return Culprit(kind, name, layer, None, ())
+            return Culprit(what, name, layer, None, ())
         first = samples[0] // self.rows
         mine = tuple(s for s in samples if s // self.rows == first)
-        return Culprit(kind, name, layer, first, mine[:MOST])
+        return Culprit(what, name, layer, first, mine[:MOST])
 
     @property
     def rows(self) -> int:
@@ -108,40 +108,13 @@ class _Search:
 
     # The questions
 
-    @cached_property
-    def _examine(self) -> Any:
-        step = self.program.step_of
-        whole = PartitionSpec()
-        params = state_specs(step)["params"]
-        found = {n: PartitionSpec(*spec[:1]) if n.startswith(BLOCKS) else whole for n, spec in params.items()}
-        batch = {name: target.sharding.spec for name, target in self.program.batch_targets().items()}
-        inputs = (params, batch, whole)
-        return self.program_of(partial(_examined, step), inputs, (whole, whole, found, found))
-
-    @cached_property
-    def _probe(self) -> Any:
-        step = self.program.step_of
-        microbatch = PartitionSpec(*step.layout.batch()[1:])
-        inputs = (state_specs(step)["params"], microbatch, PartitionSpec(), PartitionSpec())
-        return self.program_of(partial(_probed, step), inputs, PartitionSpec(*microbatch[:1]))
-
-    def program_of(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Any:
-        """The function over the mesh; what it finds is whole on every device."""
-        inside = on_mesh(self.program.step_of, self.program.mesh, function, inputs, outputs)
-        whole = NamedSharding(self.program.mesh, PartitionSpec())
-
-        def run(*arguments: Any) -> Any:
-            return jax.tree.map(lambda found: jax.reshard(found, whole), inside(*arguments))
-
-        return jax.jit(run)
-
     def examined(self, samples: Sequence[int]) -> tuple[Any, Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Loss, norm, and for each parameter how many entries of its gradient and of itself are not finite (of a
         block's, row by row), in a step whose batch is filled with these samples."""
         rows = np.resize(np.asarray(samples), len(self.batch["inputs"]))
         placed = self.program.place({n: a[rows] for n, a in self.batch.items()})
         found: tuple[Any, Any, dict[str, np.ndarray], dict[str, np.ndarray]] = jax.device_get(
-            self._examine(self.params, placed, self.updates)
+            _examine(self.program)(self.params, placed, self.updates)
         )
         return found
 
@@ -150,7 +123,7 @@ class _Search:
         first = microbatch * self.rows
         tokens = self.program.place_tokens(self.batch["inputs"][first : first + self.rows])
         asked = np.int32(layer), np.int32(SITES.index(site))
-        found: np.ndarray = jax.device_get(self._probe(self.params, tokens, *asked))
+        found: np.ndarray = jax.device_get(_probe(self.program)(self.params, tokens, *asked))
         return found
 
     # The answers
@@ -232,6 +205,40 @@ def _first(program: Program, found: dict[str, np.ndarray], backwards: bool = Fal
     return None
 
 
+# The programs, kept for the next bad step
+
+
+@lru_cache(maxsize=1)
+def _examine(program: Program) -> Any:
+    """(params, placed batch, updates) -> loss, norm, and for each parameter what _wrong counts of its gradient and of
+    itself."""
+    step, whole = program.step_of, PartitionSpec()
+    params = state_specs(step)["params"]
+    found = {n: PartitionSpec(*spec[:1]) if n.startswith(BLOCKS) else whole for n, spec in params.items()}
+    batch = {name: target.sharding.spec for name, target in program.batch_targets().items()}
+    return _program(program, partial(_examined, step), (params, batch, whole), (whole, whole, found, found))
+
+
+@lru_cache(maxsize=1)
+def _probe(program: Program) -> Any:
+    """(params, tokens of a microbatch, layer, site) -> entries that are not finite of each sample's activation."""
+    step = program.step_of
+    microbatch = PartitionSpec(*step.layout.batch()[1:])
+    inputs = (state_specs(step)["params"], microbatch, PartitionSpec(), PartitionSpec())
+    return _program(program, partial(_probed, step), inputs, PartitionSpec(*microbatch[:1]))
+
+
+def _program(program: Program, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Any:
+    """The function over the mesh; what it finds is whole on every device."""
+    inside = on_mesh(program.step_of, program.mesh, function, inputs, outputs)
+    every = NamedSharding(program.mesh, PartitionSpec())
+
+    def run(*arguments: Any) -> Any:
+        return jax.tree.map(lambda found: jax.reshard(found, every), inside(*arguments))
+
+    return jax.jit(run)
+
+
 def _examined(step: Step, params: Arrays, batch: Arrays, updates: jax.Array) -> tuple[Any, ...]:
     loss, gradients, _ = step.loss_and_gradients(params, batch, updates)
     specs = state_specs(step)["params"]
@@ -252,8 +259,7 @@ def _wrong(step: Step, x: jax.Array, spec: PartitionSpec, kept: int) -> jax.Arra
 def _probed(step: Step, params: Arrays, tokens: jax.Array, layer: jax.Array, site: jax.Array) -> jax.Array:
     x, _ = step.stream(params, tokens, partial(_as_far_as, layer, site))
     count = jnp.sum(~jnp.isfinite(relayout(x, "batch seq embed")), axis=(1, 2), dtype=jnp.float32)
-    axes = tuple(axis for axis in step.axes if axis in jax.typeof(count).vma and axis == "context")
-    return lax.psum(count, axes) if axes else count
+    return lax.psum(count, "context") if "context" in step.axes else count
 
 
 def _as_far_as(wanted: jax.Array, site: jax.Array, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

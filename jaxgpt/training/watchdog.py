@@ -150,7 +150,7 @@ class Watchdog:
         with self._lock:
             now, phase = self._clock(), self._phases[-1]
             if now - self._looked > STOPPED:
-                phase.since += now - self._looked
+                phase.since = min(now, phase.since + now - self._looked)
             self._looked = now
             (name, limit), spent = self._limit(len(self._phases) - 1), now - phase.since
             if limit is None or spent <= limit:
