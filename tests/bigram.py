@@ -142,7 +142,7 @@ def last_arrays(of: Path) -> dict[str, bytes]:
 
 
 def losses(of: Path) -> list[tuple[str, int, float]]:
-    return [(r["kind"], r["step"], r["loss"]) for r in metrics.read(of)]
+    return [(r["kind"], r["step"], r["loss"]) for r in metrics.read(of) if "loss" in r]
 
 
 def snapshot(of: Path) -> dict[str, bytes]:

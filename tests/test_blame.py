@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax import lax
 from quickly import unoptimized
 from tiny import GPT, batches, run_config
 
 from jaxgpt.sharding.mesh import build, parse
-from jaxgpt.training import step as step_module
+from jaxgpt.training import optimizer
 from jaxgpt.training.blame import Culprit, _guilty, find
 from jaxgpt.training.program import Program
 
@@ -102,13 +101,7 @@ def test_the_state_takes_no_more_memory_than_its_own(tried: Program) -> None:
 def test_without_the_choice_between_states_a_bad_step_would_spoil_the_parameters(
     batch: dict[str, np.ndarray], bad: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Taking:
-        """lax, but for the choice: always the new state."""
-
-        select = staticmethod(lambda good, new, old: new)
-        psum = staticmethod(lax.psum)
-
-    monkeypatch.setattr(step_module, "lax", Taking)
+    monkeypatch.setattr(optimizer, "_chosen", lambda good, new, old: new)
     with unoptimized():
         spoilt = program("data=1", 4)
         state, metrics = spoilt.step(poisoned(spoilt, spoilt.init()), spoilt.place(bad))

@@ -200,10 +200,9 @@ class Step:
         loss, gradients, tokens = self.loss_and_gradients(state["params"], batch, state["step"])
         norm = self.norm(gradients)
         optimizer = Optimizer(self.config, {n: p.decays for n, p in parameters(self.model).items()})
-        new, rate = optimizer.update(state, gradients, norm)
         # loss and norm are sums over all devices, so that every device finds the same
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (undone == 0)
-        new = jax.tree.map(partial(lax.select, good), new, state)
+        new, rate = optimizer.update(state, gradients, norm, good)
         undone = jnp.where(good, 0, undone + 1)
         return new, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens, "undone": undone}
 
