@@ -77,8 +77,10 @@ class Metrics:
     def close(self) -> None:
         """Ends both files."""
         try:
-            self._events.close()
-            self._lines.close()
+            try:
+                self._events.close()
+            finally:
+                self._lines.close()
         except OSError as error:
             raise _unwritable(self.file, error) from None
 
