@@ -27,7 +27,10 @@ HELP = """usage: jaxgpt VERB [flags]
 jaxgpt VERB --help lists a verb's flags with their defaults; for train, check, explain and plan, those of --preset, of
 the run in --run or of the plan in --plan."""
 
-REFUSED_BY_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+REFUSED_BY_SYSTEM = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
+)
 """What the operating system says of a disk or folder that the user must mend."""
 
 
@@ -166,7 +169,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, 1 where a check finds a difference, 2 for what the user
-    must mend, 128 + n for signal n."""
+    must mend, 75 after a signal that a run was saved for, 128 + n where signal n ended it at once, 69 where the
+    watchdog did."""
     verb, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
         if verb in ("-h", "--help"):

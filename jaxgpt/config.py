@@ -245,6 +245,14 @@ class RunConfig:
     """Steps between checkpoints that are kept for good; 0: none is."""
     resume: Literal["auto", "strict"] = "auto"
     """Where the last checkpoint is damaged, auto takes the one before it, and strict refuses."""
+    non_finite: str = "skip:10"
+    """What becomes of a run when loss or gradient of a step are not finite, and the step is undone: "skip:10", its
+    samples are left out, at most ten steps in a row; "stop"; "rewind:3", back to the last checkpoint and on with the
+    samples after it, at most three times from one checkpoint."""
+    spike: float = 0.0
+    """A loss above this many times the median of the last readings rewinds the run likewise; 0: none does."""
+    watchdog: float = 20.0
+    """A step that takes this many times the median, and over five minutes, ends the process; 0: none does."""
     profile: str = ""
     """Steps to trace, "10:13"."""
     prompt: str = "def "
@@ -273,7 +281,11 @@ class RunConfig:
         require(0 < self.validation < 1, "--validation", self.validation, "must be above 0 and below 1")
         require(0 < self.decay <= 1, "--decay", self.decay, "must be above 0 and at most 1")
         require(self.seed < 2**32, "--seed", self.seed, "must be below 2**32")
+        for flag in ("spike", "watchdog"):
+            value = getattr(self, flag)
+            require(value == 0 or 1 < value < math.inf, _flag(flag), value, "must be above 1 and finite, or 0 for none")
         self.profile_steps()
+        self.after_non_finite()
 
     def profile_steps(self) -> tuple[int, int] | None:
         """First step traced and the one after the last, or None."""
@@ -283,6 +295,15 @@ class RunConfig:
         good = first.isdecimal() and last.isdecimal() and int(first) < int(last)
         require(good, "--profile", self.profile, 'must be "first:last" with first < last', "for example 10:13")
         return int(first), int(last)
+
+    def after_non_finite(self) -> tuple[Literal["skip", "stop", "rewind"], int]:
+        """What non_finite says, and how many times at most."""
+        what, colon, times = self.non_finite.partition(":")
+        if what == "stop" and not colon:
+            return "stop", 0
+        good = what in ("skip", "rewind") and times.isdecimal() and int(times) >= 1
+        require(good, "--non-finite", self.non_finite, "must be skip:N, rewind:N or stop", "for example skip:10")
+        return ("skip" if what == "skip" else "rewind"), int(times)
 
 
 UNCUT: dict[str, Any] = {"schedule": "1f1b", "schedule_file": "", "virtual_stages": 1, "stages": "auto"}

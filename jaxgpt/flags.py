@@ -22,7 +22,8 @@ F = TypeVar("F", bound="TrainFlags")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFlags:
-    """Trains a GPT on any mesh of devices, or resumes a run."""
+    """Trains a GPT on any mesh of devices, or resumes a run. After SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 it is saved, and
+    the exit status is 75: the same command goes on."""
 
     preset: str = "demo"
     """A named model and run, or a .json file with a configuration. The defaults below are its own."""
@@ -128,6 +129,15 @@ class TrainFlags:
     """Steps between checkpoints that are kept for good; 0: none is."""
     resume: Literal["auto", "strict"]
     """Where the last checkpoint is damaged: take the one before it, or refuse."""
+    non_finite: str
+    """Where loss or gradient are not finite, the step is undone, and what is wrong is named; then skip:N leaves its
+    samples out, at most N steps in a row, stop ends the run, rewind:N goes back to the last checkpoint and on with the
+    samples after it, at most N times."""
+    spike: float
+    """A loss above this many times the median of the last readings rewinds the run likewise; 0: none does."""
+    watchdog: float
+    """A step that takes this many times the median, and over five minutes, ends the process with status 69 and the
+    stacks of its threads; 0: none does."""
     profile: str
     """Steps to trace, such as 10:13."""
     prompt: str

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import ModelConfig, RunConfig
-from jaxgpt.training import checkpoint, folder, metrics, run, zarr
+from jaxgpt.training import checkpoint, folder, metrics, run, watchdog, zarr
 from jaxgpt.training.program import Program
 
 Tree = dict[str, Any]
@@ -108,7 +109,11 @@ def _step(state: Tree, batch: Tree, lr: float) -> tuple[Tree, Tree]:
     nu = state["nu"]["table"] + gradient**2
     new = {"params": {"table": table - lr * mu}, "mu": {"table": mu}, "nu": {"table": nu}, "step": state["step"] + 1}
     norm = jnp.sqrt(jnp.sum(jax.reshard(gradient, PartitionSpec()) ** 2))
-    return new, {"loss": loss, "grad_norm": norm, "lr": jnp.float32(lr), "tokens": tokens}
+    before = batch.get("undone", jnp.int32(0))
+    good = jnp.isfinite(loss) & jnp.isfinite(norm) & (before == 0)
+    new = jax.tree.map(partial(lax.select, good), new, state)
+    undone = jnp.where(good, 0, before + 1)
+    return new, {"loss": loss, "grad_norm": norm, "lr": jnp.float32(lr), "tokens": tokens, "undone": undone}
 
 
 def config(text: Path, **changes: Any) -> RunConfig:
@@ -137,7 +142,7 @@ def last_arrays(of: Path) -> dict[str, bytes]:
 
 
 def losses(of: Path) -> list[tuple[str, int, float]]:
-    return [(r["kind"], r["step"], r["loss"]) for r in metrics.read(of)]
+    return [(r["kind"], r["step"], r["loss"]) for r in metrics.read(of) if "loss" in r]
 
 
 def snapshot(of: Path) -> dict[str, bytes]:
@@ -180,6 +185,7 @@ def main(where: str, data: str, changes: str) -> int:
         given |= {"model": dataclasses.replace(TINY, layers=2, heads=4, dropout=0.1), "lr": 0.01, "global_batch": 8}
     seconds, hang = given.pop("seconds", 0.0), given.pop("hang", None)
     slow_save = given.pop("slow_save", 0.0)
+    watchdog.STEP = given.pop("patience", watchdog.STEP)
     place, step, write = kind.place, kind.step, zarr.write
 
     def slow_place(self: Program, batch: dict[str, np.ndarray]) -> Tree:

@@ -41,7 +41,7 @@ def program(mesh: str, devices=None, **fields) -> Program:
 
 def lines(mesh: str, **fields) -> list[Line]:
     p = program(mesh, **fields)
-    return ledger(p._update.trace(p.targets(), p.batch_targets()).jaxpr, p.sizes)
+    return ledger(p._update.trace(p.targets(), p.batch_targets(), p.targets()["step"]).jaxpr, p.sizes)
 
 
 def by_layer(found: list[Line], kind: str, axis: str) -> list[Line]:
@@ -346,7 +346,7 @@ def test_the_compiled_program_holds_what_is_predicted(mesh: str):
     """Kinds, bytes and turns; XLA combines all-reduces, so of those the number alone may be smaller."""
     sizes = parse(mesh)
     p = program(mesh, jax.devices()[: math.prod(sizes.values())], zero=1)
-    predicted = ledger(p._update.trace(p.targets(), p.batch_targets()).jaxpr, sizes)
+    predicted = ledger(p._update.trace(p.targets(), p.batch_targets(), p.targets()["step"]).jaxpr, sizes)
     # On CPUs XLA gathers what no turn of the loop changes once, before it: embedding and head.
     once = [each.phase == "gather" and each.times == MICROBATCHES for each in predicted]
     hoisted = [dataclasses.replace(each, times=1) if o else each for o, each in zip(once, predicted, strict=True)]

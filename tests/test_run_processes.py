@@ -14,6 +14,7 @@ from bigram import config, finish, last_arrays, losses, start, wait_for
 
 from jaxgpt.errors import UserError
 from jaxgpt.training import checkpoint, run
+from jaxgpt.training.signals import RESUMABLE
 
 pytest_plugins = ["run_fixtures"]
 
@@ -64,10 +65,14 @@ def test_killed_three_times_in_the_middle_of_saves_nothing_committed_is_lost(dat
     assert losses(where) == losses(tmp_path / "straight")
 
 
-def test_a_first_signal_saves_and_ends_with_its_status(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    process.send_signal(signal.SIGTERM)
+def test_a_signal_saves_and_ends_with_a_status_that_says_resumable(
+    process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    # As Slurm does: a warning, perhaps twice, and then an end, which finds the run on its way.
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == RESUMABLE
     step = max(checkpoint.steps(tmp_path / "run" / "checkpoints"))
     assert step < 40
     assert f"stopped after step {step}" in said

@@ -3,7 +3,7 @@
 config.json     the resolved configuration: data as a full path, the vocabulary's real size
 data.json       what the tokens are: source, counts, checksums
 tokenizer/      what turns text into this model's tokens
-checkpoints/  metrics.jsonl  tensorboard/  loss.png  sample.txt  profile/
+checkpoints/  metrics.jsonl  tensorboard/  loss.png  sample.txt  profile/  faults/
 .lock           held by the process that trains in it
 """
 
@@ -52,7 +52,7 @@ CHANGEABLE = frozenset(
         "keep_every",
         "resume",
     }
-    | {"profile", "prompt"}
+    | {"profile", "prompt", "non_finite", "spike", "watchdog"}
 )
 """What a resumed run may be given anew: where and how fast the same numbers are computed, and what is told of them.
 
@@ -265,9 +265,12 @@ def _lock(lock: IO[str], run: Path, say: Callable[[str], None]) -> None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise _unusable(run, error) from None
         say(f"{run}: its file system has no locks ({error.strerror}), so a second process in it would not be noticed")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-    lock.flush()
+    try:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+    except OSError as error:
+        raise _unusable(run, error) from None
 
 
 def _refuse(fields: list[str]) -> None:

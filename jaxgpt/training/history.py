@@ -6,7 +6,7 @@ each source by then; so a run goes on with the samples that come next, however i
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxgpt.config import RunConfig
@@ -32,19 +32,23 @@ class Phase:
     shares: tuple[tuple[str, int], ...]
     taken: dict[str, int]
     """Samples before it of each source, by fingerprint."""
+    rewinds: int = 0
+    """How often the run has come back to this step, to leave samples out."""
 
     def samples(self, step: int) -> int:
         """Samples that the run has read after a step of this phase."""
         return self.sample + (step - self.step) * self.global_batch
 
-    def after(self, step: int, config: RunConfig, shares: Shares) -> "Phase":
-        """The phase that follows this one when so many steps are done."""
-        sample = self.samples(step)
+    def after(self, step: int, config: RunConfig, shares: Shares, sample: int | None = None) -> "Phase":
+        """The phase that follows this one when so many steps are done. sample: the samples before it, where some are
+        left out."""
+        sample = self.samples(step) if sample is None else sample
         counts = blend.counts([weight for _, weight in self.shares], sample - self.sample)
         taken = dict(self.taken)
         for (source, _), count in zip(self.shares, counts, strict=True):
             taken[source] = taken.get(source, 0) + count
-        return Phase(step, sample, config.global_batch, config.data, tuple(shares), taken)
+        rewinds = self.rewinds if self.step == step else 0
+        return Phase(step, sample, config.global_batch, config.data, tuple(shares), taken, rewinds)
 
 
 def shares(mixture: Mixture) -> tuple[tuple[str, int], ...]:
@@ -75,6 +79,18 @@ def resume(
         phases = [*(phase for phase in phases if phase.step < step), following]
         _write(run, phases)
     return phases[-1].samples(step), mixture.beginning(phases[-1].sample, phases[-1].taken)
+
+
+def rewind(run: Path, config: RunConfig, mixture: Mixture, step: int, sample: int) -> None:
+    """Writes down that the run, come back to `step`, goes on after so many samples; those between are left out."""
+    phases = [phase for phase in _read(run) if phase.step <= step]
+    following = phases[-1].after(step, config, shares(mixture), sample)
+    _write(run, [*(p for p in phases if p.step < step), replace(following, rewinds=following.rewinds + 1)])
+
+
+def rewinds(run: Path, step: int) -> int:
+    """How often a run has come back to a step."""
+    return max((phase.rewinds for phase in _read(run) if phase.step == step), default=0)
 
 
 def _write(run: Path, phases: list[Phase]) -> None:

@@ -1,13 +1,11 @@
 """The loop over steps: dispatch, and at chosen steps report, validate, save.
 
 Step N + 1 is dispatched before the metrics of step N are read, and they are read at log steps alone: between those
-the host never waits for the devices.
+the host never waits for the devices. What a step that goes wrong leads to is decided in training.faults.
 """
 
 import dataclasses
 import json
-import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,10 @@ import numpy as np
 
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.data import Mixture, Prefetcher
-from jaxgpt.errors import UserError
 from jaxgpt.planner.flops import flops_per_token
+from jaxgpt.sharding.ledger import ledger
+from jaxgpt.training import faults, metrics
+from jaxgpt.training.blame import find
 from jaxgpt.training.checkpoint import Writer
 from jaxgpt.training.console import Console
 from jaxgpt.training.evaluation import Figures, measure
@@ -29,8 +29,9 @@ from jaxgpt.training.profile import Tracer
 from jaxgpt.training.program import Program
 from jaxgpt.training.reading import Reading
 from jaxgpt.training.resume import Tree, flatten, logical_shapes, stored_rows
-from jaxgpt.training.signals import StopSignals
+from jaxgpt.training.signals import StopSignals, in_notebook
 from jaxgpt.training.throughput import Pace
+from jaxgpt.training.watchdog import Watchdog
 
 Batch = dict[str, np.ndarray]
 
@@ -67,18 +68,25 @@ class Loop:
         self._begin = begin.step, begin.samples
         self.stopped: int | None = None
         """The signal that ended the loop."""
+        self.rewind: faults.Rewind | None = None
+        """What the loop ended for, and is to be done before another goes on."""
         flops = flops_per_token(config.model)
         self._pace = Pace(self.done, config.steps, config.global_batch * config.model.seq, peak, flops)
         self._pending: tuple[int, Tree] | None = None
         self._latest: Tree = {}
         self._reported = self.done
-        self._measured: tuple[int, float] | None = None
+        self._in_passing: tuple[int, float] | None = None
         """Step and loss of the last validation in passing."""
 
     def __enter__(self) -> "Loop":
         with ExitStack() as stack:
             self._metrics = Metrics(self.run, self.done)
             stack.callback(self._metrics.close)
+            records = metrics.read(self.run)
+            self._left_out, self._left_out_until = faults.left_out(records, self.done), self.done
+            self._spikes = faults.Spikes(self.config.spike, records)
+            factor = 0.0 if in_notebook() else self.config.watchdog
+            self.watchdog = stack.enter_context(Watchdog(self.run, factor, self.config.log_every, self._collectives))
             self._writer = Writer(self.run / "checkpoints", self.config.keep, self.config.keep_every)
             stack.callback(self._writer.close)
             self._tracer = Tracer(self.config.profile_steps(), self.run / "profile", self.console.say)
@@ -99,18 +107,26 @@ class Loop:
         self._tracer.announce(self.done, config.steps)
         with self._pace.paused():
             self._validate_if_due()
-        with Prefetcher(self._fetch, self.done, config.steps) as batches:
-            self._reading = Reading(self.dataset, config.model.seq, batches, self.done)
-            for batch in batches:
-                if self._signals.received is not None:
-                    break
-                self._step(batch)
-        self._report()
-        if self.saved != self.done:
+        while self.done < config.steps and self._signals.received is None and self.rewind is None:
+            self._advance()
+        if self.rewind is None and self.saved != self.done:
             self._validate_if_due()
             self._save()
         if self.done < config.steps:
             self.stopped = self._signals.received
+
+    def _advance(self) -> None:
+        """Steps until the last one, a signal, or one that went wrong: `done` then says from where to go on."""
+        config = self.config
+        self.watchdog.began(self.done)
+        with Prefetcher(self._fetch, self.done, config.steps) as batches:
+            self._reading = Reading(self.dataset, config.model.seq, batches, self.done)
+            for batch in self.watchdog.each("read batch", batches):
+                if self._signals.received is not None:
+                    break
+                if not self._step(batch):
+                    return
+        self._settled()
 
     def validate_all(self) -> Figures | None:
         """Loss over all validation tokens, recorded as the run's own; None where a signal came meanwhile."""
@@ -121,27 +137,35 @@ class Loop:
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on the disk. Raises UserError where it could not be written."""
-        self._writer.wait()
+        with self.watchdog.phase("save"):
+            self._writer.wait()
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: Batch) -> bool:
+        """One step; False where it, or one before it, went wrong."""
         step = self.done + 1
+        placed = self.program.place(batch)
+        if "undone" in self._latest:
+            placed["undone"] = self._latest["undone"]
         with self._tracer.step(step, self._latest):
-            self.state, self._latest = self.program.step(self.state, self.program.place(batch))
+            self.state, self._latest = self.program.step(self.state, placed)
         self.done = step
         # Of a step before this one: read while this one runs.
-        self._report()
+        if not self._report():
+            return False
         if step % self.config.log_every == 0 or step in (1, self.config.steps):
             self._pending = (step, self._latest)
         self._tracer.after(step, self._latest)
         evaluating, saving = _due(step, self.config.eval_every), _due(step, self.config.save_every)
         if (evaluating or saving) and step < self.config.steps:
             jax.block_until_ready(self._latest)
-            self._report()
+            if not self._settled():
+                return False
             with self._pace.paused():
                 # Before the checkpoint, so that the records up to a checkpoint are there when it is.
                 self._validate_if_due()
                 if saving:
                     self._save()
+        return True
 
     def _fetch(self, step: int) -> Batch:
         """The samples of the step after `step`: a function of its number alone."""
@@ -154,21 +178,20 @@ class Loop:
         begun, samples = self._begin
         return samples + (step - begun) * self.config.global_batch
 
-    def _refuse_what_is_not_finite(self, step: int, values: Mapping[str, float]) -> None:
-        """Ends a run that has diverged, before its state takes the place of a checkpoint that is good."""
-        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]
-        if wrong:
-            kept = "none was saved before" if self.saved is None else f"the checkpoint of step {self.saved} is kept"
-            cure = "take a lower --lr, a longer --warmup, or --clip 1"
-            raise UserError(f"step {step}: {wrong[0]} is {float(values[wrong[0]])}; {kept}; {cure}")
-
-    def _report(self) -> None:
+    def _report(self) -> bool:
+        """Tells of the step that is pending; False where it, or one before it, went wrong."""
         if self._pending is None:
-            return
+            return True
         (step, arrays), self._pending = self._pending, None
         values = {name: value.item() for name, value in jax.device_get(arrays).items()}
-        self._refuse_what_is_not_finite(step, values)
+        undone = values.pop("undone")
+        if undone:
+            return self._not_finite(step - undone + 1)
+        self.watchdog.stepped(step)
         self._reported = step
+        if (median := self._spikes.above(values["loss"])) is not None:
+            why = f"step {step}: loss {values['loss']:.4f} is over {self.config.spike:g} times the median, {median:.4f}"
+            return self._set_back(faults.Rewind(step, self._samples(step), faults.SPIKES, why))
         speed = self._pace.read(step)
         reading = self._reading.read(step, self._samples(step))
         measured = {k: v for k, v in dataclasses.asdict(speed).items() if v is not None}
@@ -176,6 +199,54 @@ class Loop:
         if (slow := self._reading.slow(speed.milliseconds)) is not None:
             self.console.fallback(slow)
         self._progress.step(step, values["loss"], speed)
+        return True
+
+    def _settled(self) -> bool:
+        """Waits for the steps that run; False where one went wrong. Else the state is that after `done`."""
+        if not self._report():
+            return False
+        if self._reported == self.done or not self._latest:
+            return True
+        undone = int(jax.device_get(self._latest["undone"]))
+        return not undone or self._not_finite(self.done - undone + 1)
+
+    def _not_finite(self, step: int) -> bool:
+        """Loss or gradient of a step were not finite, and the state is the one before it: names what was wrong, and
+        leaves the step out, goes back, or ends the run with a UserError. False."""
+        if step - 1 != self._left_out_until:
+            self._left_out = 0
+        self._latest = {}
+        with self._pace.paused(), self.watchdog.phase("find what is not finite"):
+            updates = int(jax.device_get(self.state["step"]))
+            culprit = find(self.program, self.state["params"], self._fetch(step - 1), updates)
+        decision = faults.decide(self.config, self._left_out)
+        first = self._samples(step - 1)
+        file = faults.record(self.run, self._metrics, step, first, culprit, decision)
+        self.done = step - 1
+        if decision == "stop":
+            if culprit.whole and self.saved != self.done:
+                self._save()
+                self.wait()
+            raise faults.end(step, culprit, self.saved, file)
+        said = faults.line(step, culprit, decision, self._left_out, self.config, file)
+        if decision == "rewind":
+            most = self.config.after_non_finite()[1]
+            return self._set_back(faults.Rewind(step, self._samples(step), most, said))
+        self.console.fallback(said)
+        self._left_out, self._left_out_until, self.done = self._left_out + 1, step, step
+        return False
+
+    def _set_back(self, rewind: faults.Rewind) -> bool:
+        """Ends the loop, so that the run goes on from its last checkpoint. False."""
+        self.console.fallback(rewind.why)
+        self.rewind, self._pending, self._latest = rewind, None, {}
+        self.done = self.saved or 0
+        return False
+
+    def _collectives(self) -> list[str]:
+        """A line for each of a step's."""
+        lines = ledger(self.program.traced.jaxpr, self.program.sizes)
+        return [f"{one.times} x {one.kind} over {', '.join(one.axes)}, {one.phase}, {one.source}" for one in lines]
 
     def _validate_if_due(self) -> None:
         """A validation in passing, unless it is on record: a signal may have cut it off before the run was resumed."""
@@ -185,6 +256,14 @@ class Loop:
             self._validate()
 
     def _validate(self, complete: bool = False) -> Figures | None:
+        with self.watchdog.phase("validate"):
+            return self._measured(complete)
+
+    def _measured(self, complete: bool) -> Figures | None:
+        def stopped() -> bool:
+            self.watchdog.beat()
+            return self._signals.received is not None
+
         limit = None if complete else self.config.eval_tokens
         found = measure(
             self.program,
@@ -193,11 +272,11 @@ class Loop:
             self.dataset.validation_documents,
             limit=limit,
             size=self.dataset.validation_bytes,
-            stopped=lambda: self._signals.received is not None,
+            stopped=stopped,
         )
         if found is not None:
             if not complete:  # of as many tokens each time, so that checkpoints compare
-                self._measured = self.done, found.loss
+                self._in_passing = self.done, found.loss
             record: dict[str, Any] = {"loss": found.loss, "tokens": found.tokens, "complete": complete}
             if found.bits_per_byte is not None:
                 record["bits_per_byte"] = found.bits_per_byte
@@ -206,8 +285,10 @@ class Loop:
         return found
 
     def _save(self) -> None:
-        if self._reported != self.done:
-            self._refuse_what_is_not_finite(self.done, {n: float(a) for n, a in jax.device_get(self._latest).items()})
+        with self.watchdog.phase("save"):
+            self._save_now()
+
+    def _save_now(self) -> None:
         self._metrics.sync()
         meta = {
             "samples": self._samples(self.done),
@@ -216,7 +297,7 @@ class Loop:
         }
         shapes = logical_shapes(self.state, self.program.logical)
         rows = stored_rows(self.state, self.program.rows)
-        step, loss = self._measured or (None, None)
+        step, loss = self._in_passing or (None, None)
         if self._writer.busy:
             self.console.fallback(
                 f"step {self.done}: waits for the checkpoint of step {self.saved}, which is still being written; "

@@ -2,6 +2,7 @@
 
 A training record:   {"kind": "train", "step": 10, "loss": 5.1, "grad_norm": 0.9, "lr": 1e-4, ...}
 A validation record: {"kind": "validation", "step": 100, "loss": 3.2, "tokens": 65536, "complete": false}
+A step that went wrong: {"kind": "fault", "step": 7, "action": "skip", "name": "blocks.mlp.up.weight", "layer": 3, ...}
 Loss is in nats a token. What is not finite is null.
 """
 
@@ -22,6 +23,7 @@ FLUSH_SECONDS = 10.0
 """Longest that a TensorBoard event waits for the disk."""
 
 Record = dict[str, Any]
+Value = float | int | bool | str | list[int]
 
 
 class Metrics:
@@ -44,14 +46,14 @@ class Metrics:
             raise _unwritable(self.file, error) from None
         self._flushed = time.monotonic()
 
-    def write(self, kind: str, step: int, **values: float | int | bool) -> None:
-        """Appends a record. It outlives the process from here on."""
+    def write(self, kind: str, step: int, **values: Value) -> None:
+        """Appends a record. It outlives the process from here on. Numbers go to TensorBoard, too."""
         record = {"kind": kind, "step": step} | {name: _finite(value) for name, value in values.items()}
         try:
             self._lines.write(json.dumps(record) + "\n")
             self._lines.flush()
             for name, value in values.items():
-                if not isinstance(value, bool):
+                if isinstance(value, int | float) and not isinstance(value, bool):
                     summary = scalar(f"{kind}/{name}", float(value))
                     self._events.write_event(Event(step=step, wall_time=time.time(), summary=summary))
             if time.monotonic() - self._flushed > FLUSH_SECONDS:
@@ -75,8 +77,10 @@ class Metrics:
     def close(self) -> None:
         """Ends both files."""
         try:
-            self._events.close()
-            self._lines.close()
+            try:
+                self._events.close()
+            finally:
+                self._lines.close()
         except OSError as error:
             raise _unwritable(self.file, error) from None
 
@@ -121,8 +125,8 @@ def _parse(line: bytes) -> Record | None:
     return {name: math.nan if value is None else value for name, value in record.items()}
 
 
-def _finite(value: float | int | bool) -> float | int | bool | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Value) -> Value | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _unwritable(file: Path, error: OSError) -> UserError:

@@ -51,17 +51,27 @@ class Optimizer:
     config: RunConfig
     decays: Mapping[str, bool]
 
-    def update(self, state: dict[str, Any], gradients: Arrays, norm: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-        """State after a step, and the learning rate used; of all parameters, or of some. All arrays are fp32 parts."""
+    def update(
+        self, state: dict[str, Any], gradients: Arrays, norm: jax.Array, good: jax.Array
+    ) -> tuple[dict[str, Any], jax.Array]:
+        """State after a step, or, where that is not `good`, the one before it; and the learning rate. Of all
+        parameters, or of some; all arrays are fp32 parts."""
         c = self.config
         if c.clip:
             factor = jnp.minimum(1.0, c.clip / (norm + 1e-6))
             gradients = {n: g * factor for n, g in gradients.items()}
         rate = jnp.asarray(learning_rate(c)(state["step"]), jnp.float32)
-        adam = optax.scale_by_adam(c.beta1, c.beta2, c.epsilon)
+        # scale_by_adam in two parts: chosen between them, moments are made in the place of the old ones, without a copy
+        mu = _chosen(good, optax.tree.update_moment(gradients, state["mu"], c.beta1, 1), state["mu"])
+        nu = _chosen(good, optax.tree.update_moment_per_elem_norm(gradients, state["nu"], c.beta2, 2), state["nu"])
+        count = optax.safe_increment(state["step"])
+        unbiased = (optax.tree.bias_correction(m, beta, count) for m, beta in ((mu, c.beta1), (nu, c.beta2)))
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + c.epsilon), *unbiased)
         decay = optax.add_decayed_weights(c.weight_decay, {n: self.decays[n] for n in gradients})
-        before = optax.ScaleByAdamState(count=state["step"], mu=state["mu"], nu=state["nu"])
-        updates, after = adam.update(gradients, before)
         updates, _ = decay.update(updates, decay.init(state["params"]), state["params"])
-        params = {n: p - rate * updates[n] for n, p in state["params"].items()}
-        return {"params": params, "mu": after.mu, "nu": after.nu, "step": after.count}, rate
+        params = _chosen(good, {n: p - rate * updates[n] for n, p in state["params"].items()}, state["params"])
+        return {"params": params, "mu": mu, "nu": nu, "step": lax.select(good, count, state["step"])}, rate
+
+
+def _chosen(good: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+    return {name: lax.select(good, array, old[name]) for name, array in new.items()}

@@ -234,8 +234,8 @@ class Program:
     def _update(self) -> Any:
         step, whole = self.step_of, PartitionSpec()
         state = state_specs(step)
-        metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens"), whole)
-        inside = on_mesh(step, self.mesh, step.update, (state, self._batch_specs()), (state, metrics))
+        metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "undone"), whole)
+        inside = on_mesh(step, self.mesh, step.update, (state, self._batch_specs(), whole), (state, metrics))
         # What lies in the host's memory is written anew: given up, it would be copied there once more. Devices that
         # are absent know no such memory (their layouts drop its name) but for results, and what becomes a result.
         kept = next(iter(self.targets()["params"].values())).sharding.memory_kind == offload.HOST
@@ -244,7 +244,8 @@ class Program:
     @cached_property
     def traced(self) -> Any:
         """The traced train step; traced.jaxpr is what the ledger reads."""
-        return self._update.trace(self.targets(), self.batch_targets())
+        targets = self.targets()
+        return self._update.trace(targets, self.batch_targets(), targets["step"])
 
     @cached_property
     def compiled(self) -> Any:
@@ -252,9 +253,19 @@ class Program:
         on_gpu = self.platform in ("gpu", "cuda")
         return self.traced.lower().compile(compiler_options=GPU_OPTIONS if on_gpu else None)
 
+    @cached_property
+    def none_undone(self) -> jax.Array:
+        """What a step is told where none before it was undone."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.int32))
+
     def step(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
-        """One train step; state is given up. Metrics are scalars on the devices."""
-        return self.compiled(state, batch)
+        """One train step; state is given up. Metrics are scalars on the devices.
+
+        batch: placed; and `undone`, as it stands in the metrics of the step before: above 0, this one is undone, too.
+        """
+        tokens = {name: array for name, array in batch.items() if name != "undone"}
+        return self.compiled(state, tokens, batch.get("undone", self.none_undone))
 
     @cached_property
     def gradients(self) -> Any:

@@ -17,13 +17,14 @@ from jaxgpt.interop import beside, models
 from jaxgpt.interop.places import is_model
 from jaxgpt.planner.choose import auto
 from jaxgpt.sharding import mesh
-from jaxgpt.training import checkpoint, curve, derived, folder, history, metrics
+from jaxgpt.training import checkpoint, curve, derived, faults, folder, history, metrics
 from jaxgpt.training.console import Console
 from jaxgpt.training.evaluation import Figures, measure
 from jaxgpt.training.loop import Begin, Loop
 from jaxgpt.training.program import Program
 from jaxgpt.training.resume import restore_last
 from jaxgpt.training.retention import LAST
+from jaxgpt.training.signals import RESUMABLE
 
 SAMPLE_TOKENS = 200
 """Tokens of the sample drawn at the end."""
@@ -43,8 +44,8 @@ class Result:
 
     @property
     def status(self) -> int:
-        """Exit status of a command: 0, or as a shell has it for a signal."""
-        return 0 if self.signal is None else 128 + self.signal
+        """Exit status of a command: 0, or RESUMABLE after a signal."""
+        return 0 if self.signal is None else RESUMABLE
 
 
 @dataclass(frozen=True)
@@ -233,10 +234,16 @@ def _run(
         console.say(f"steps: {stored.steps} -> {config.steps}; the learning rate follows the longer schedule from here")
     if config.warmup >= config.steps:
         console.fallback(f"--warmup {config.warmup}: the learning rate only rises, in all {config.steps} steps")
-    with Loop(run, config, program, dataset, console, peak, begin) as loop:
-        loop.train()
-        figures = None if loop.stopped else loop.validate_all()
-        loop.wait()
+    while True:
+        with Loop(run, config, program, dataset, console, peak, begin) as loop:
+            loop.train()
+            ended = loop.stopped is not None or loop.rewind is not None
+            figures = None if ended else loop.validate_all()
+            loop.wait()
+        if loop.rewind is None or loop.stopped is not None:
+            break
+        loop.state = {}  # before another takes its place on the devices
+        begin, dataset = _back(run, config, program, dataset, console, source, loop.rewind)
     drawn = curve.draw(run)
     if figures is not None:
         console.table(f"{run}, step {loop.done}, on the run's validation part", figures.rows())
@@ -302,6 +309,29 @@ def _begin(run: Path, program: Program, console: Console, source: models.Model |
         kept = checkpoint.set_aside(checkpoints, step)
         console.fallback(f"the damaged checkpoint of step {step} is kept as {kept}")
     return Begin(restored.state, restored.step, restored.step)
+
+
+def _back(
+    run: Path,
+    config: RunConfig,
+    program: Program,
+    dataset: Mixture,
+    console: Console,
+    source: models.Model | None,
+    rewind: faults.Rewind,
+) -> tuple[Begin, Mixture]:
+    """The last checkpoint, or the start where there is none, and the samples to go on with, which is written down."""
+    begin = _begin(run, program, console, source)
+    before = history.rewinds(run, begin.step)
+    if before >= rewind.most:
+        raise UserError(f"{rewind.why}; the run has come back to step {begin.step} {before} times; {faults.CURE}")
+    history.rewind(run, config, dataset, begin.step, rewind.samples)
+    samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
+    console.fallback(
+        f"back to step {begin.step}; goes on after the {samples:,} samples up to step {rewind.step}, "
+        f"which are left out ({before + 1} of at most {rewind.most} times)"
+    )
+    return dataclasses.replace(begin, samples=samples), dataset
 
 
 def _command(run: Path) -> str:

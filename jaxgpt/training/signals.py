@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly end, a second one ends at once."""
+"""Signals that ask a run to end: the first for an orderly end; a second Ctrl-C or SIGTERM ends it at once.
+
+SIGUSR1 and SIGUSR2 are what Slurm and other batch systems warn with before they end a job (sbatch --signal=USR1@120).
+"""
 
 import os
 import signal
@@ -8,11 +11,16 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDS = (signal.SIGINT, signal.SIGTERM)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (*ENDS, *WARNINGS)
+RESUMABLE = 75
+"""Exit status of a run that a signal ended and that is saved: EX_TEMPFAIL of sysexits.h, whatever the signal was."""
 
 
 class StopSignals:
-    """While entered, a first SIGINT or SIGTERM is noted in `received`; a second one ends the process.
+    """While entered, the first signal is noted in `received`; a second SIGINT or SIGTERM ends the process. A warning
+    that comes again is none the more urgent, and what comes after a warning finds the run on its way to an end.
 
     A thread hears of them as they come, even while the main thread waits for a device: a Python handler would not
     run until that wait is over. In a notebook the second one is a KeyboardInterrupt, since its process is not ours
@@ -25,6 +33,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._noted = noted
         self._main = threading.current_thread() is threading.main_thread()
+        self._ends = 0
         self._handled = 0
 
     def __enter__(self) -> "StopSignals":
@@ -57,15 +66,17 @@ class StopSignals:
             if self.received is None:
                 self.received = signal.Signals(number[0])
                 self._noted(self.received.name)
-            elif not _in_notebook():
+            self._ends += number[0] in ENDS
+            if self._ends > 1 and not in_notebook():
                 os._exit(128 + number[0])
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         """Takes the place of the default, which would end the process at the first signal."""
-        self._handled += 1
+        self._handled += number in ENDS
         if self._handled > 1:
             raise KeyboardInterrupt
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Whether the process is somebody's session, which is not a run's to end."""
     return "ipykernel" in sys.modules or hasattr(sys, "ps1")

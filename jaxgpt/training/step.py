@@ -223,16 +223,26 @@ class Step:
         axes = self.axes if axes is None else axes
         return _psum(varying(x, axes=axes), axes)
 
-    def update(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
-        """One step: state after it, and loss, gradient norm, learning rate and tokens."""
+    def update(self, state: State, batch: Arrays, undone: jax.Array) -> tuple[State, Arrays]:
+        """One step: state after it, and loss, gradient norm, learning rate, tokens, and steps undone.
+
+        Where loss or gradient are not finite, the state stays what it was, on every device; and so it does in the steps
+        that follow, until whoever runs them has seen it: `undone`, the metrics' own of the step before, counts them.
+        """
         loss, gradients, tokens = self.loss_and_gradients(state["params"], batch, state["step"])
-        table = parameters(self.model)
-        split = {n: split_axes(self.layout.manual(p.dims)) for n, p in table.items()}
-        norm = global_norm(gradients, split)
-        optimizer = Optimizer(self.config, {n: p.decays for n, p in table.items()})
-        update = partial(optimizer.update, norm=norm)
+        norm = self.norm(gradients)
+        optimizer = Optimizer(self.config, {n: p.decays for n, p in parameters(self.model).items()})
+        # loss and norm are sums over all devices, so that every device finds the same
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (undone == 0)
+        update = partial(optimizer.update, norm=norm, good=good)
         new, rate = offload.updated(update, state, gradients) if self.offloaded else update(state, gradients)
-        return new, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens}
+        undone = jnp.where(good, 0, undone + 1)
+        return new, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens, "undone": undone}
+
+    def norm(self, gradients: Arrays) -> jax.Array:
+        """Of the whole gradient, from each device's part."""
+        table = parameters(self.model)
+        return global_norm(gradients, {n: split_axes(self.layout.manual(p.dims)) for n, p in table.items()})
 
     def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss over the valid tokens of the batch, and their number; no dropout."""
