@@ -6,6 +6,7 @@ Called as a program, this file is the command that the tests of signals and kill
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.processes import together
+from jaxgpt.processes.launch import launch
 from jaxgpt.training import checkpoint, folder, metrics, run
 from jaxgpt.training.program import Program
 
@@ -171,21 +174,35 @@ def wait_for(process: subprocess.Popen[str], where: Path, step: int) -> None:
     raise AssertionError(process.communicate()[0])
 
 
-def main(where: str, data: str, changes: str) -> int:
-    """Trains as the tests ask."""
+def main(where: str, data: str, changes: str, *args: str) -> int:
+    """Trains as the tests ask; args: which of several processes it is."""
     given = json.loads(changes)
     kind: type[Program] = Bigram
     if given.pop("gpt", False):
         kind = Program
         given |= {"model": dataclasses.replace(TINY, layers=2, heads=4, dropout=0.1), "lr": 0.01, "global_batch": 8}
     seconds, hang = given.pop("seconds", 0.0), given.pop("hang", None)
-    place, step = kind.place, kind.step
+    dies = given.pop("dies", None)
+    place, step, write = kind.place, kind.step, checkpoint.zarr.write
+    done = [0, 0]
+
+    def die(when: str, count: int) -> None:
+        """Where given says so: [process, "step" or "save", how many of those it has behind it]."""
+        if dies == [together.index(), when, count]:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def slow_place(self: Program, batch: dict[str, np.ndarray]) -> Tree:
         time.sleep(seconds)
         return place(self, batch)
 
+    def dying_write(*given: Any) -> None:
+        die("save", done[1])
+        done[1] += 1
+        write(*given)
+
     def hanging_step(self: Program, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        die("step", done[0])
+        done[0] += 1
         if hang is not None and int(state["step"]) >= hang:
             # As a device would: the main thread is held outside of Python.
             np.linalg.svd(np.random.default_rng(0).normal(size=(6000, 6000)))
@@ -193,8 +210,10 @@ def main(where: str, data: str, changes: str) -> int:
 
     kind.place = slow_place
     kind.step = hanging_step
+    checkpoint.zarr.write = dying_write
     run.Program = kind
-    return run.train(config(Path(data), **given), Path(where)).status
+    with together.Joined(launch(args)):
+        return run.train(config(Path(data), **given), Path(where)).status
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -27,6 +27,8 @@ from jaxgpt.training import zarr
 
 FORMAT = 1
 PARTS = ("arrays", "manifest.json", "SHA256SUMS")
+SAVING = 3600.0
+"""Seconds for which processes wait for each other in a save."""
 Shape = tuple[int, ...]
 Rows = tuple[int, ...]
 
@@ -56,12 +58,35 @@ class _Held:
     blocks: list[tuple[zarr.Index, np.ndarray]]
 
 
-class Writer:
-    """Saves checkpoints into a folder, one at a time in the background, and keeps the last `keep` of them."""
+@runtime_checkable
+class Barrier(Protocol):
+    """Where the processes of a run wait for each other."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    @property
+    def index(self) -> int: ...
+
+    def wait(self, name: str, timeout: float) -> None: ...
+
+
+class Alone:
+    """The barrier of a single process."""
+
+    index = 0
+
+    def wait(self, name: str, timeout: float) -> None:
+        """Nothing."""
+
+
+class Writer:
+    """Saves checkpoints into a folder, one at a time in the background, and keeps the last `keep` of them.
+
+    Of several processes each writes what it holds; the first one commits when all have written.
+    """
+
+    def __init__(self, folder: Path, keep: int, barrier: Barrier | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.barrier = barrier or Alone()
         self.last = max(steps(folder), default=None)
         """Step of the last complete checkpoint."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -104,8 +129,11 @@ class Writer:
         try:
             for name, array in held.items():
                 zarr.write(partial / "arrays" / name, array.shape, array.dtype, array.unit, array.blocks)
-            _write_manifest(partial, step, held, meta)
-            _commit(partial, final)
+            self.barrier.wait("checkpoint written", SAVING)
+            if self.barrier.index == 0:
+                _write_manifest(partial, step, held, meta)
+                _commit(partial, final)
+            self.barrier.wait("checkpoint committed", SAVING)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
@@ -113,7 +141,8 @@ class Writer:
                 "make room or mend the disk, then give the same command to go on from the last one"
             ) from None
         self.last = step
-        prune(self.folder, self.keep)
+        if self.barrier.index == 0:
+            prune(self.folder, self.keep)
 
 
 def path(folder: Path, step: int) -> Path:

@@ -21,10 +21,11 @@ from jaxgpt.config import RunConfig, to_json
 from jaxgpt.data import Mixture, Prefetcher
 from jaxgpt.errors import UserError
 from jaxgpt.planner.flops import flops_per_token
+from jaxgpt.processes import together
 from jaxgpt.training.checkpoint import Writer
 from jaxgpt.training.console import Console
 from jaxgpt.training.evaluation import Figures, measure
-from jaxgpt.training.metrics import Metrics
+from jaxgpt.training.metrics import Metrics, Unwritten
 from jaxgpt.training.profile import Tracer
 from jaxgpt.training.program import Program
 from jaxgpt.training.reading import Reading
@@ -75,13 +76,17 @@ class Loop:
 
     def __enter__(self) -> "Loop":
         with ExitStack() as stack:
-            self._metrics = Metrics(self.run, self.done)
+            first = together.is_first()
+            self._metrics: Metrics | Unwritten = Metrics(self.run, self.done) if first else Unwritten()
             stack.callback(self._metrics.close)
-            self._writer = Writer(self.run / "checkpoints", self.config.keep)
+            self._writer = Writer(self.run / "checkpoints", self.config.keep, together.Barrier())
             stack.callback(self._writer.close)
-            self._tracer = Tracer(self.config.profile_steps(), self.run / "profile", self.console.say)
+            self._tracer = Tracer(self.config.profile_steps() if first else None, self.run / "profile", self.console.say)
             stack.callback(self._tracer.close)
             self._signals = stack.enter_context(StopSignals(self._noted))
+            self._stop = together.Stop(lambda: self._signals.received)
+            if (peers := together.watched()) is not None:
+                peers.noted = self._noted
             self._progress = stack.enter_context(self.console.progress(self.config.steps))
             self._resources = stack.pop_all()
         return self
@@ -100,20 +105,20 @@ class Loop:
         with Prefetcher(self._fetch, self.done, config.steps) as batches:
             self._reading = Reading(self.dataset, config.model.seq, batches, self.done)
             for batch in batches:
-                if self._signals.received is not None:
+                if self._stop.ends():
                     break
                 self._step(batch)
         self._report()
         if self.saved != self.done:
             self._save()
         if self.done < config.steps:
-            self.stopped = self._signals.received
+            self.stopped = self._stop.signal
 
     def validate_all(self) -> Figures | None:
         """Loss over all validation tokens, recorded as the run's own; None where a signal came meanwhile."""
         found = self._validate(complete=True)
         if found is None:
-            self.stopped = self._signals.received
+            self.stopped = self._stop.signal
         return found
 
     def wait(self) -> None:
@@ -123,7 +128,7 @@ class Loop:
     def _step(self, batch: Batch) -> None:
         step = self.done + 1
         with self._tracer.step(step, self._latest):
-            self.state, self._latest = self.program.step(self.state, self.program.place(batch))
+            self.state, self._latest = self.program.step(self.state, self.program.place_own(batch))
         self.done = step
         # Of a step before this one: read while this one runs.
         self._report()
@@ -143,7 +148,8 @@ class Loop:
     def _fetch(self, step: int) -> Batch:
         """The samples of the step after `step`: a function of its number alone."""
         config, first = self.config, self._samples(step)
-        positions = np.arange(first, first + config.global_batch)
+        own = self.program.own_samples
+        positions = first + (np.arange(config.global_batch) if own is None else own)
         return self.dataset.batch(config.model.seq, config.seed, positions, config.documents)
 
     def _samples(self, step: int) -> int:
@@ -178,7 +184,8 @@ class Loop:
         """A validation in passing, unless it is on record: a signal may have cut it off before the run was resumed."""
         if not _due(self.done, self.config.eval_every) or self.done == self.config.steps:
             return
-        if not any(record.get("kind") == "validation" for record in self._metrics.of(self.done)):
+        found = together.told("records", lambda: [record.get("kind") for record in self._metrics.of(self.done)])
+        if "validation" not in found:
             self._validate()
 
     def _validate(self, complete: bool = False) -> Figures | None:
@@ -189,7 +196,7 @@ class Loop:
             self.dataset.validation,
             limit=limit,
             size=self.dataset.validation_bytes,
-            stopped=lambda: self._signals.received is not None,
+            stopped=self._stop.ends,
         )
         if found is not None:
             record: dict[str, Any] = {"loss": found.loss, "tokens": found.tokens, "complete": complete}
@@ -214,6 +221,8 @@ class Loop:
         self.saved = self.done
 
     def _noted(self, name: str) -> None:
+        if (peers := together.watched()) is not None and (received := self._signals.received) is not None:
+            peers.stop(received)
         self.console.say(f"{name}: the step that runs is finished and saved; the same again ends at once")
 
 

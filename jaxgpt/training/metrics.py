@@ -24,6 +24,23 @@ FLUSH_SECONDS = 10.0
 Record = dict[str, Any]
 
 
+class Unwritten:
+    """The metrics of a process that does not write them."""
+
+    def write(self, kind: str, step: int, **values: float | int | bool) -> None:
+        """Nothing."""
+
+    def of(self, step: int) -> list[Record]:
+        """Nothing."""
+        return []
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class Metrics:
     """Appends records to `metrics.jsonl` and `tensorboard/` in a run folder. Raises UserError where it cannot."""
 

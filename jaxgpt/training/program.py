@@ -16,6 +16,8 @@ from jaxgpt.model.attention import kernel_for
 from jaxgpt.model.parameters import Parameter, parameters, placed, start
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.schedule import Schedule
+from jaxgpt.processes import together
+from jaxgpt.sharding.hosts import put, put_rows
 from jaxgpt.sharding.layout import Layout
 from jaxgpt.sharding.ring import order
 from jaxgpt.training.step import Arrays, State, Step, on_mesh, state_specs
@@ -160,14 +162,36 @@ class Program:
 
     def place(self, batch: dict[str, np.ndarray]) -> Arrays:
         """A global batch of {"inputs", "targets"}, int32 [global_batch, seq], on the devices: [microbatch, batch, seq];
-        and the number of each sample in it."""
+        and the number of each sample in it. Of several processes each has the whole batch."""
+        return self._placed(batch, None)
+
+    @cached_property
+    def own_samples(self) -> np.ndarray | None:
+        """Numbers, in a global batch, of the samples that this process's devices take, in order; None: of all."""
+        if together.count() == 1:
+            return None
+        where = NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[:2]))
+        shape = (self.config.global_batch // self.micro_batch, self.micro_batch)
+        numbers = np.arange(self.config.global_batch).reshape(shape)
+        parts = where.addressable_devices_indices_map(shape).values()
+        return np.unique(np.concatenate([numbers[index].ravel() for index in parts]))
+
+    def place_own(self, batch: dict[str, np.ndarray]) -> Arrays:
+        """As place, of a global batch of which each process has its own samples alone."""
+        return self.place(batch) if self.own_samples is None else self._placed(batch, self.own_samples)
+
+    def _placed(self, batch: dict[str, np.ndarray], own: np.ndarray | None) -> Arrays:
         rows = self.micro_batch
-        count = len(batch["inputs"])
-        arrays = {n: self.split_order(a) for n, a in batch.items()} | {"samples": np.arange(count, dtype=np.int32)}
+        count = len(batch["inputs"]) if own is None else self.config.global_batch
+        held = np.arange(count, dtype=np.int32) if own is None else own.astype(np.int32)
+        arrays = {n: self.split_order(a) for n, a in batch.items()} | {"samples": held}
         whole = self.layout.batch()
         layouts = {"inputs": whole, "targets": whole, "samples": PartitionSpec(*whole[:2])}
+        shape = (count // rows, rows)
         return {
-            n: jax.device_put(a.reshape(count // rows, rows, *a.shape[1:]), NamedSharding(self.mesh, layouts[n]))
+            n: put(a.reshape(*shape, *a.shape[1:]), NamedSharding(self.mesh, layouts[n]))
+            if own is None
+            else put_rows(a, own, shape, NamedSharding(self.mesh, layouts[n]))
             for n, a in arrays.items()
         }
 
@@ -247,9 +271,7 @@ class Program:
 
     def place_tokens(self, tokens: np.ndarray) -> jax.Array:
         """Tokens [B, S] on the devices; B and S multiples of what the mesh divides them by (divisors)."""
-        return jax.device_put(
-            self.split_order(tokens), NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[1:]))
-        )
+        return put(self.split_order(tokens), NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[1:])))
 
 
 def _retyped(array: jax.Array, wanted: NamedSharding) -> jax.Array:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import UserError
+from jaxgpt.processes import together
 from jaxgpt.training import checkpoint
 from jaxgpt.training.checkpoint import DamagedCheckpoint, Shape
 
@@ -68,14 +69,18 @@ def restore_last(
     wanted, shapes = flatten(targets), logical_shapes(targets, logical)
     orders = stored_rows(targets, rows or {})
     damaged: list[int] = []
-    for step in reversed(checkpoint.steps(folder)):
+    for step in reversed(together.told("checkpoints", lambda: checkpoint.steps(folder))):
+        arrays, trouble = {}, None
         try:
             arrays = checkpoint.restore(folder, step, wanted, shapes, orders)
         except DamagedCheckpoint as error:
-            damaged.append(step)
-            say(f"checkpoint of step {step} is damaged, the one before it is taken: {error}")
-        else:
+            trouble = str(error)
+        # Each process reads its own part: what one of them cannot trust, none takes.
+        found = [one for one in together.gathered("restored", trouble) if one is not None]
+        if not found:
             return Restored(unflatten(arrays), step, damaged)
+        damaged.append(step)
+        say(f"checkpoint of step {step} is damaged, the one before it is taken: {found[0]}")
     if damaged:
         raise UserError(
             f"{folder}: no checkpoint is whole (tried steps {', '.join(map(str, damaged))}); "

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shlex
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jaxgpt.inference.text import write
 from jaxgpt.interop import beside, models
 from jaxgpt.interop.places import is_model
 from jaxgpt.planner.choose import auto
+from jaxgpt.processes import together
 from jaxgpt.sharding import mesh
 from jaxgpt.training import checkpoint, curve, derived, folder, history, metrics
 from jaxgpt.training.console import Console
@@ -73,8 +75,10 @@ def train(
     else's, a mesh that does not fit, a disk that is full. What was saved before stays.
     """
     console = Console()
-    run = folder.next_free(Path("runs"), name) if run is None else run
-    with folder.hold(run, console.fallback):
+    run = Path(together.told("run", lambda: str(folder.next_free(Path("runs"), name) if run is None else run)))
+    # Of several processes the first one alone holds the folder and writes into it.
+    with folder.hold(run, console.fallback) if together.is_first() else nullcontext():
+        together.wait("the run folder's lock")
         stored = folder.read_config(run)
         wanted = config if stored is None else folder.merge(run, config, stored, explicit)
         if wanted.mesh != mesh.AUTO:
@@ -84,7 +88,8 @@ def train(
             return finished
         devices, sizes = _devices(wanted, console)
         asked = folder.asked_vocabulary(run, wanted, stored)
-        dataset = folder.open_data(run, wanted, stored, console.say)
+        with together.first_alone("data", together.BUILD):
+            dataset = folder.open_data(run, wanted, stored, console.say)
         resolved = folder.resolve(wanted, dataset)
         source = _source(run, resolved)
         if stored is not None:
@@ -98,11 +103,20 @@ def train(
         mesh.check(resolved, sizes)
         program = Program(resolved, mesh.build(sizes, devices))
         resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
-        if stored is not None and (begun := folder.data_fingerprint(run)) is not None:
-            history.first(run, stored, [(begun, 1)])  # of a run that began before there were blends
-        folder.write(run, resolved, asked, dataset, {} if source is None else source.beside)
-        history.first(run, resolved, history.shares(dataset))
+        together.wait("what the run folder holds is read")
+        if together.is_first():
+            _write(run, resolved, stored, asked, dataset, source)
         return _run(run, resolved, stored, program, dataset, console, source)
+
+
+def _write(
+    run: Path, config: RunConfig, stored: RunConfig | None, asked: int, dataset: Mixture, source: models.Model | None
+) -> None:
+    """Writes what a run is and how it begins."""
+    if stored is not None and (begun := folder.data_fingerprint(run)) is not None:
+        history.first(run, stored, [(begun, 1)])  # of a run that began before there were blends
+    folder.write(run, config, asked, dataset, {} if source is None else source.beside)
+    history.first(run, config, history.shares(dataset))
 
 
 def _source(run: Path, config: RunConfig) -> models.Model | None:
@@ -179,6 +193,8 @@ def _devices(config: RunConfig, console: Console, training: bool = True) -> tupl
     for one in [note, *notes]:
         if one is not None:
             console.fallback(one)
+    if (seen := together.described(devices)) is not None:
+        console.say(seen)
     return devices, sizes
 
 
@@ -198,7 +214,8 @@ def _run(
     source: models.Model | None,
 ) -> Result:
     begin = _begin(run, program, console, source)
-    samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
+    with together.first_alone("samples"):
+        samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
     begin = dataclasses.replace(begin, samples=samples)
     for title, rows in derived.tables(config, program, dataset):
         console.table(title, rows)
@@ -213,7 +230,7 @@ def _run(
         loop.train()
         figures = None if loop.stopped else loop.validate_all()
         loop.wait()
-    drawn = curve.draw(run)
+    drawn = curve.draw(run) if together.is_first() else None
     if figures is not None:
         console.table(f"{run}, step {loop.done}, on the run's validation part", figures.rows())
         console.say(f"loss curve: {drawn}")
@@ -241,6 +258,8 @@ def _sample(run: Path, program: Program, params: dict[str, jax.Array], tokenizer
     rounds = write(program.decoding(params), tokenizer, [tokens], seq, SAMPLE_TOKENS, sampling)
     text = prompt + "".join(piece for (piece,) in rounds)
     file = run / "sample.txt"
+    if not together.is_first():
+        return
     try:
         folder.replace(file, text.encode())
     except OSError as error:
@@ -265,14 +284,17 @@ def _finished(run: Path, config: RunConfig, console: Console) -> Result | None:
 
 def _begin(run: Path, program: Program, console: Console, source: models.Model | None) -> Begin:
     checkpoints = run / "checkpoints"
-    checkpoint.clear_partial(checkpoints)
+    if together.is_first():
+        checkpoint.clear_partial(checkpoints)
+    together.wait("what was half written is removed")
     restored = restore_last(checkpoints, program.targets(), program.logical, console.fallback, program.rows)
     if restored is None and source is not None:
         console.say(f"parameters: from {source.path}")
         return Begin(program.begin_with(source.onto(program.table, program.shardings)), 0, None)
     if restored is None:
         return Begin(program.init(), 0, None)
-    for step in restored.damaged:
+    together.wait("the last checkpoint is read")
+    for step in restored.damaged if together.is_first() else ():
         kept = checkpoint.set_aside(checkpoints, step)
         console.fallback(f"the damaged checkpoint of step {step} is kept as {kept}")
     return Begin(restored.state, restored.step, restored.step)

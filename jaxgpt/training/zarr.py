@@ -58,7 +58,7 @@ def write(
     outer = chunk_shape(unit, dtype.itemsize, FILE_BYTES)
     spec = _spec(path) | {"metadata": _metadata(shape, dtype, outer), "store_data_equal_to_fill_value": True}
     try:
-        store = ts.open(spec, create=True).result()
+        store = ts.open(spec, create=True, open=True).result()  # another process may have been first
         # One transaction, so that a chunk that several shards share is written once.
         transaction = ts.Transaction()
         writes = []
