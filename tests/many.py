@@ -22,6 +22,9 @@ Ended = list[tuple[int, str]]
 """Exit status of each process, and what it said."""
 
 
+VARIABLES = os.environ | {"PYTHONPATH": str(HERE.parent.parent), "JAX_PLATFORMS": "cpu"}
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -33,7 +36,7 @@ def started(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The processes of a command, each with what it must be told; killed at the end, whatever happens."""
     port, processes = free_port(), []
-    variables = os.environ | {"PYTHONPATH": str(HERE.parent.parent), "JAX_PLATFORMS": "cpu"} | environment
+    variables = VARIABLES | environment
     try:
         for index in range(count) if indices is None else indices:
             told = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count), "--process", str(index)]

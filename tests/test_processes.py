@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from many import command, ended, free_port, started
+from many import VARIABLES, command, ended, free_port, started
 
 from jaxgpt.cli import main
 from jaxgpt.errors import UserError
@@ -179,7 +179,7 @@ def test_counts_that_differ_are_refused_by_both(tmp_path):
     with started(told, 2, [0]) as [zero]:
         port = zero.args[zero.args.index("--coordinator") + 1]
         other = [*zero.args[: len(told) + 1], "--coordinator", port, "--processes", "3", "--process", "2"]
-        with subprocess.Popen(other, stdout=subprocess.PIPE, text=True) as two:
+        with subprocess.Popen(other, stdout=subprocess.PIPE, text=True, env=VARIABLES) as two:
             said, _ = two.communicate(timeout=30)
         ((status, first),) = ended([zero], within=30)
     assert (status, two.returncode) == (2, 2)

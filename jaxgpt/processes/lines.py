@@ -176,8 +176,9 @@ def _listening(launch: Launch) -> socket.socket:
             return socket.create_server(there, family=socket.AF_INET6, backlog=launch.count, dualstack_ipv6=True)
         return socket.create_server(("", launch.port), backlog=launch.count)
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise UserError(
-            f"--coordinator {launch.coordinator}: process 0 cannot listen there ({error.strerror or error}); "
+            f"--coordinator {launch.coordinator}: process 0 cannot listen there ({reason}); "
             "give a port that is free on its host"
         ) from None
 

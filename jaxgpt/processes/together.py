@@ -6,6 +6,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import socket
 import sys
@@ -18,11 +19,13 @@ from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed
+from jax._src.lib import _jax
 
 from jaxgpt.errors import UserError, told_of
 from jaxgpt.processes import lines, peers
 from jaxgpt.processes.launch import Launch, seconds
 from jaxgpt.processes.peers import Peers
+from jaxgpt.processes.service import TIMEOUT, Service
 
 WAIT = 600.0
 """Seconds for which a process waits at a barrier, unless it is said otherwise. That the others are alive is watched all
@@ -65,16 +68,26 @@ class Joined:
 
     def __init__(self, launch: Launch | None) -> None:
         self._launch = launch
+        self._service: Service | None = None
 
     def __enter__(self) -> None:
         if self._launch is None:
             return
-        found, port = peers.meet(self._launch, lambda: _free_port())
+        found, port = peers.meet(self._launch, self._serve)
+        _python_alone_speaks()
         _joined.append(found)
         try:
             _initialize(self._launch, found, port)
         except RuntimeError as error:
             found.fail(f"the processes do not find each other ({error})", 2)
+
+    def _serve(self) -> int:
+        """On process 0: starts JAX's service at a free port."""
+        assert self._launch is not None
+        host = self._launch.host if self._launch.host in lines.LOCAL else "::"
+        port = _free_port()
+        self._service = Service(_address(host, port), self._launch.count)
+        return port
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -88,6 +101,8 @@ class Joined:
         found.leave()
         jax.distributed.shutdown()
         found.close()
+        if self._service is not None:
+            self._service.close()
         _joined.clear()
 
 
@@ -107,21 +122,38 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _python_alone_speaks() -> None:
+    """Libraries of C++, Gloo among them, print about themselves on standard output: from here on to nobody."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nobody, 1)
+    os.close(nobody)
+
+
 def _initialize(launch: Launch, found: Peers, port: int) -> None:
-    """JAX's own start, which all processes reach at once."""
-    # It would take SIGTERM from the loop, which has a stop of its own.
-    jax.config.update("jax_enable_preemption_service", False)
+    """As jax.distributed.initialize, which all processes reach at once; but the service lives elsewhere, and SIGTERM is
+    left to the loop, which has a stop of its own."""
+    state = distributed.global_state
     alone = found.hosts.count(found.hosts[launch.index]) == 1
-    host = f"[{launch.host}]" if ":" in launch.host else launch.host
-    jax.distributed.initialize(
-        f"{host}:{port}",
-        launch.count,
+    if launch.local is not None and not alone:  # one accelerator for each process of a host
+        for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+            jax.config.update(name, str(launch.local))
+    state.coordinator_address = _address(launch.host, port)
+    state.process_id, state.num_processes = launch.index, launch.count
+    state.client = _jax.get_distributed_runtime_client(
+        state.coordinator_address,
         launch.index,
-        local_device_ids=None if alone or launch.local is None else [launch.local],
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(seconds()),
-        coordinator_bind_address=f"{host}:{port}" if launch.host in lines.LOCAL else None,
+        init_timeout=int(seconds()),
+        shutdown_timeout=TIMEOUT,
+        heartbeat_timeout=TIMEOUT,
+        use_compression=True,
     )
+    state.client.connect()
 
 
 # Waiting and telling
