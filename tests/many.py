@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__)
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds after which a process is killed, and the test fails."""
 Ended = list[tuple[int, str]]
 """Exit status of each process, and what it said."""

@@ -190,6 +190,22 @@ def wait(name: str, timeout: float = WAIT) -> None:
         raise UserError(f"{name}: {named} did not come here within {timeout:g} s") from None
 
 
+class AtOnce:
+    """A jitted function whose first call all processes begin together, when each has compiled it: a collective waits
+    for the last process no longer than half a minute."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._begun = count() == 1
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._begun:
+            self._begun = True
+            self._function = self._function.lower(*args).compile()
+            wait("a program is compiled")
+        return self._function(*args)
+
+
 def told(name: str, make: Callable[[], T], timeout: float = WAIT) -> T:
     """What process 0 makes, on every process; something that JSON can hold."""
     if count() == 1:

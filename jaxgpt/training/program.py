@@ -226,7 +226,9 @@ class Program:
     def compiled(self) -> Any:
         """The compiled train step."""
         on_gpu = self.platform in ("gpu", "cuda")
-        return self.traced.lower().compile(compiler_options=GPU_OPTIONS if on_gpu else None)
+        compiled = self.traced.lower().compile(compiler_options=GPU_OPTIONS if on_gpu else None)
+        together.wait("the step is compiled")  # else the first to run it would wait for the others inside of it
+        return compiled
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
         """One train step; state is given up. Metrics are scalars on the devices."""
@@ -249,7 +251,7 @@ class Program:
             return step.evaluate(params, {n: a[0] for n, a in batch.items()})
 
         inputs = (state_specs(step)["params"], self._batch_specs())
-        return jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole)))
+        return together.AtOnce(jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole))))
 
     @cached_property
     def logits(self) -> Any:

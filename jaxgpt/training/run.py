@@ -254,6 +254,7 @@ def _sample(run: Path, program: Program, params: dict[str, jax.Array], tokenizer
     if len(tokens) > seq:
         console.fallback(f"no sample is drawn, since --prompt has {len(tokens)} tokens and the context {seq}")
         return
+    together.wait("the sample")
     sampling = Sampling(seed=program.config.seed)
     rounds = write(program.decoding(params), tokenizer, [tokens], seq, SAMPLE_TOKENS, sampling)
     text = prompt + "".join(piece for (piece,) in rounds)
