@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxgpt.config import ModelConfig, RunConfig
 from jaxgpt.processes import together
 from jaxgpt.processes.launch import launch
+from jaxgpt.sharding.hosts import put, whole
 from jaxgpt.training import checkpoint, folder, metrics, run
 from jaxgpt.training.program import Program
 
@@ -56,17 +57,21 @@ class Bigram(Program):
         return {"params": {"table": table}, "mu": {"table": table}, "nu": {"table": table}, "step": step}
 
     def init(self) -> Tree:
-        return jax.tree.map(lambda t: jax.device_put(np.zeros(t.shape, t.dtype), t.sharding), self.targets())
+        return jax.tree.map(lambda t: put(np.zeros(t.shape, t.dtype), t.sharding), self.targets())
 
     def place(self, batch: dict[str, np.ndarray]) -> Tree:
-        return {n: jax.device_put(a, NamedSharding(self.mesh, PartitionSpec())) for n, a in batch.items()}
+        return {n: put(a, NamedSharding(self.mesh, PartitionSpec())) for n, a in batch.items()}
+
+    @property
+    def own_samples(self) -> None:
+        """Every device takes the whole batch."""
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         with jax.set_mesh(self.mesh):
             return _step(state, batch, self.config.lr)
 
     def decoding(self, params: Tree) -> "Chain":
-        return Chain(np.asarray(params["table"]))
+        return Chain(whole(params["table"]))
 
     @cached_property
     def evaluate(self) -> Any:

@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 from bigram import HERE, last_arrays, losses, text
-from many import command, ended, started
+from many import LIMIT, command, ended, started
 from tiny import GPT, batches, run_config
 
 from jaxgpt.data import open_mixture
 from jaxgpt.processes.peers import LOST
-from jaxgpt.sharding import mesh
 from jaxgpt.training import checkpoint, metrics, parity
 
 HOST = socket.gethostname()
-MESHES = {2: ("data=2,tensor=2", "pipe=2,fsdp=2"), 4: ("fsdp=2,tensor=2", "data=2,context=2")}
+MESHES = {2: ("data=2,tensor=2", "pipe=2,fsdp=2"), 4: ("fsdp=2,tensor=2",)}
 """By number of processes; of four devices, one or two in each process."""
 CONFIG = run_config(GPT, global_batch=16, dtype="fp32")
 BLEND = "0.5:{0}/a.txt,0.3:{0}/b.txt,0.2:{0}/c.txt"
@@ -98,14 +97,13 @@ def test_order_is_one_constant(traces: tuple[int, Path], monkeypatch: pytest.Mon
 def test_every_process_reads_its_own_part_alone(traces: tuple[int, Path]) -> None:
     count, where = traces
     for text in MESHES[count]:
-        sizes = mesh.parse(text)
         first = []
         for index in range(count):
             with np.load(where / f"order-{text}-{index}.npz") as found:
                 first.append({int(place) for place in found["places"] if place < 16})
         assert set.union(*first) == set(range(16))
-        across = {"data=2,tensor=2": 2, "pipe=2,fsdp=2": 1, "fsdp=2,tensor=2": 2, "data=2,context=2": 2}[text]
-        assert [len(part) for part in first] == [16 // across] * count, sizes
+        # Over processes lies the first axis: those of another stage take the same samples.
+        assert [len(part) for part in first] == [16 if "pipe" in text else 8] * count
 
 
 # A run
@@ -116,10 +114,10 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def told(folder: Path) -> Callable[..., list[str]]:
-    """The command of a run of the model."""
+    """The command of a run."""
 
     def command(where: Path, **changes: Any) -> list[str]:
-        given = {"gpt": True, "steps": 6, "log_every": 1, "save_every": 2, "eval_every": 3, "prompt": "def", **changes}
+        given = {"steps": 6, "log_every": 1, "save_every": 2, "eval_every": 3, "prompt": "def", **changes}
         return [str(HERE), str(where), str(folder / "text.txt"), json.dumps(given)]
 
     return command
@@ -161,16 +159,15 @@ def made(straight: Path, several: Run) -> Path:
     return straight
 
 
-@pytest.mark.parametrize("dies", [[1, "step", 4], [1, "save", 70], [0, "step", 4]])
+@pytest.mark.parametrize("dies", [[1, "save", 5], [0, "step", 4]])
 def test_one_is_killed_the_others_name_it_and_the_same_command_resumes_bit_for_bit(
     dies: list[Any], straight: Path, several: Run, tmp_path: Path
 ) -> None:
     made(straight, several)
     where, killed = tmp_path / "run", dies[0]
-    began = time.monotonic()
     with several(where, mesh=MESH, dies=dies) as processes:
+        processes[killed].wait(timeout=LIMIT)
         found = ended(processes, within=60)
-    assert time.monotonic() - began < 60
     assert found[killed][0] == -signal.SIGKILL
     status, said = found[1 - killed]
     assert status == LOST, said
@@ -212,13 +209,10 @@ def test_a_signal_to_one_saves_on_all_and_any_number_of_processes_goes_on(
 
 
 def test_what_is_wrong_is_said_once_by_all(several: Run, tmp_path: Path) -> None:
-    for changes, status, line in (
-        ({"mesh": "data=3"}, 2, "--mesh: its 3 devices cannot be shared evenly by 2 processes"),
-        ({"mesh": MESH, "data": "nowhere.txt"}, 2, "nowhere.txt"),
-    ):
-        with several(tmp_path / "run", **changes) as processes:
-            found = ended(processes, within=60)
-        assert [one for one, _ in found] == [status, status], found
-        said = "".join(out for _, out in found)
-        assert said.count("jaxgpt: error: ") == 1
-        assert line in said
+    with several(tmp_path / "run", mesh="data=3") as processes:
+        found = ended(processes)
+    assert [status for status, _ in found] == [2, 2], found
+    said = "".join(out for _, out in found)
+    assert said.startswith("jaxgpt: error: --mesh: its 3 devices cannot be shared evenly by 2 processes; take a mesh")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run" / "config.json").exists()

@@ -9,6 +9,7 @@ gone. Here it outlives process 0 by the few seconds that they take for that.
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 from jaxgpt.errors import UserError
@@ -26,12 +27,14 @@ class Service:
     def __init__(self, address: str, count: int) -> None:
         """Returns when it serves `count` processes at HOST:PORT. Raises UserError where it cannot."""
         command = [sys.executable, "-c", _START, address, str(count)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._process = subprocess.Popen(command, text=True, **pipes)
-        assert self._process.stdout is not None and self._process.stderr is not None
-        if self._process.stdout.readline() != "ready\n":
-            _, said = self._process.communicate()
-            raise UserError(f"JAX's coordination service cannot serve at {address}: {said.strip()[-300:]}")
+        pipe = subprocess.PIPE
+        with tempfile.TemporaryFile("w+") as said:  # not a pipe, which nobody would empty later
+            self._process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=said)
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() != "ready\n":
+                self._process.communicate()
+                said.seek(0)
+                raise UserError(f"JAX's coordination service cannot serve at {address}: {said.read().strip()[-300:]}")
 
     def close(self) -> None:
         """Ends it at once: nobody needs it any more."""

@@ -190,20 +190,20 @@ def wait(name: str, timeout: float = WAIT) -> None:
         raise UserError(f"{name}: {named} did not come here within {timeout:g} s") from None
 
 
-class AtOnce:
+def at_once(function: Any) -> Any:
     """A jitted function whose first call all processes begin together, when each has compiled it: a collective waits
-    for the last process no longer than half a minute."""
+    for the last process no longer than half a minute. All calls are with arrays of the same shapes."""
+    if count() == 1:
+        return function
+    compiled: list[Any] = []
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._begun = count() == 1
-
-    def __call__(self, *args: Any) -> Any:
-        if not self._begun:
-            self._begun = True
-            self._function = self._function.lower(*args).compile()
+    def call(*args: Any) -> Any:
+        if not compiled:
+            compiled.append(function.lower(*args).compile())
             wait("a program is compiled")
-        return self._function(*args)
+        return compiled[0](*args)
+
+    return call
 
 
 def told(name: str, make: Callable[[], T], timeout: float = WAIT) -> T:

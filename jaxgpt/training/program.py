@@ -188,12 +188,14 @@ class Program:
         whole = self.layout.batch()
         layouts = {"inputs": whole, "targets": whole, "samples": PartitionSpec(*whole[:2])}
         shape = (count // rows, rows)
-        return {
-            n: put(a.reshape(*shape, *a.shape[1:]), NamedSharding(self.mesh, layouts[n]))
-            if own is None
-            else put_rows(a, own, shape, NamedSharding(self.mesh, layouts[n]))
-            for n, a in arrays.items()
-        }
+
+        def on_devices(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+            where = NamedSharding(self.mesh, spec)
+            if own is None:
+                return put(array.reshape(*shape, *array.shape[1:]), where)
+            return put_rows(array, own, shape, where)
+
+        return {n: on_devices(a, layouts[n]) for n, a in arrays.items()}
 
     def batch_targets(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, types and layouts of a placed batch, nothing allocated."""
@@ -251,7 +253,7 @@ class Program:
             return step.evaluate(params, {n: a[0] for n, a in batch.items()})
 
         inputs = (state_specs(step)["params"], self._batch_specs())
-        return together.AtOnce(jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole))))
+        return together.at_once(jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole))))
 
     @cached_property
     def logits(self) -> Any:

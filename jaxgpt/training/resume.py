@@ -70,7 +70,8 @@ def restore_last(
     orders = stored_rows(targets, rows or {})
     damaged: list[int] = []
     for step in reversed(together.told("checkpoints", lambda: checkpoint.steps(folder))):
-        arrays, trouble = {}, None
+        arrays: Tree = {}
+        trouble = None
         try:
             arrays = checkpoint.restore(folder, step, wanted, shapes, orders)
         except DamagedCheckpoint as error:
