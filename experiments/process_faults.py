@@ -30,7 +30,8 @@ LIMIT = 60.0
 STEPS = 400
 FLAGS = (
     f"--data stdlib --tokenizer bytes --validation 0.001 --layers 2 --width 64 --heads 4 --seq 64 --steps {STEPS} "
-    "--global-batch 16 --warmup 10 --save-every 5 --eval-every 50 --eval-tokens 4096 --log-every 5 --keep 3 --dropout 0.1"
+    "--global-batch 16 --warmup 10 --save-every 5 --eval-every 50 --eval-tokens 4096 --log-every 5 --keep 3 "
+    "--dropout 0.1"
 ).split()
 
 

@@ -84,7 +84,9 @@ def _by_flags(texts: Mapping[str, str]) -> Launch | None:
     first = next(iter(texts))
     missing = [f"--{name}" for name in FLAGS if name not in texts]
     if missing:
-        raise UserError(f"--{first} {texts[first]}: needs {' and '.join(missing)} too; {BY_HAND}, or use srun or mpirun")
+        raise UserError(
+            f"--{first} {texts[first]}: needs {' and '.join(missing)} too; {BY_HAND}, or use srun or mpirun"
+        )
     count, index = (_number(f"--{name}", texts[name]) for name in ("processes", "process"))
     require(count >= 1, "--processes", count, "must be at least 1")
     allowed = f"must be from 0 to {count - 1}, since --processes is {count}"

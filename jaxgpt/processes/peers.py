@@ -125,7 +125,7 @@ class Peers:
         os._exit(status)
 
     def _see_off(self) -> None:
-        """Waits for the others to end first: JAX's service lives in this process, and they would complain of its end."""
+        """Waits for the others to end first: what was sent to them might be lost with this process's connections."""
         until, there = time.monotonic() + _LEAVING, list(self._lines.values())
         for line in there:
             line.connection.settimeout(_TURN / len(there))

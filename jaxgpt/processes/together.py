@@ -1,7 +1,7 @@
 """What the processes of a run do together: begin, wait, tell, and end. With one process each of these is nothing.
 
-    with Joined(launch(args)):
-        ...
+with Joined(launch(args)):
+    ...
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed
-from jax._src.lib import _jax
+from jaxlib import _jax
 
 from jaxgpt.errors import UserError, told_of
 from jaxgpt.processes import lines, peers
@@ -181,7 +181,7 @@ def wait(name: str, timeout: float = WAIT) -> None:
     if count() == 1:
         return
     try:
-        distributed.global_state.client.wait_at_barrier(_key(name), int(timeout * 1e3))
+        _client().wait_at_barrier(_key(name), int(timeout * 1e3))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
@@ -213,7 +213,7 @@ def told(name: str, make: Callable[[], T], timeout: float = WAIT) -> T:
     key = _key(name)
     if is_first():
         value = make()
-        distributed.global_state.client.key_value_set(key, json.dumps(value))
+        _client().key_value_set(key, json.dumps(value))
         return value
     found: T = json.loads(_value(key, timeout))
     return found
@@ -224,7 +224,7 @@ def gathered(name: str, value: Any, timeout: float = WAIT) -> list[Any]:
     if count() == 1:
         return [value]
     key = _key(name)
-    distributed.global_state.client.key_value_set(f"{key}/{index()}", json.dumps(value))
+    _client().key_value_set(f"{key}/{index()}", json.dumps(value))
     return [json.loads(_value(f"{key}/{i}", timeout)) for i in range(count())]
 
 
@@ -238,6 +238,11 @@ def first_alone(name: str, timeout: float = WAIT) -> Iterator[None]:
         wait(name, timeout)
 
 
+def _client() -> Any:
+    """JAX's own connection to its service."""
+    return distributed.global_state.client
+
+
 def _key(name: str) -> str:
     """A name of its own for every use, the same on all processes."""
     _uses[name] += 1
@@ -245,7 +250,7 @@ def _key(name: str) -> str:
 
 
 def _value(key: str, timeout: float) -> str:
-    return str(distributed.global_state.client.blocking_key_value_get(key, int(timeout * 1e3)))
+    return str(_client().blocking_key_value_get(key, int(timeout * 1e3)))
 
 
 # Devices
@@ -258,8 +263,8 @@ def share(devices: int | None) -> int | None:
         return None
     if devices % count():
         raise UserError(
-            f"--mesh: its {devices} devices cannot be shared evenly by {count()} processes; take a mesh whose size is a "
-            f"multiple of {count()}, or another number of processes"
+            f"--mesh: its {devices} devices cannot be shared evenly by {count()} processes; take a mesh whose size is "
+            f"a multiple of {count()}, or another number of processes"
         )
     return devices // count()
 
@@ -270,8 +275,8 @@ def check_shares(devices: Sequence[Any]) -> None:
     if len(held) != count() or len(set(held.values())) > 1:
         each = ", ".join(f"process {i} has {held[i]}" for i in range(count()))
         raise UserError(
-            f"--mesh: of its {len(devices)} devices {each}; every process must hold as many: take a mesh of all devices, "
-            "or start other processes"
+            f"--mesh: of its {len(devices)} devices {each}; every process must hold as many: take a mesh of all "
+            "devices, or start other processes"
         )
 
 

@@ -17,7 +17,8 @@ def put_rows(values: np.ndarray, rows: np.ndarray, shape: tuple[int, int], where
     own devices take: values[i] is row rows[i], and rows rise."""
     numbers = np.arange(shape[0] * shape[1]).reshape(shape)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         found = values[np.searchsorted(rows, numbers[index[:2]])]
         return found[(slice(None), slice(None), *index[2:])]
 

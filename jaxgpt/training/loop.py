@@ -81,7 +81,8 @@ class Loop:
             stack.callback(self._metrics.close)
             self._writer = Writer(self.run / "checkpoints", self.config.keep, together.Barrier())
             stack.callback(self._writer.close)
-            self._tracer = Tracer(self.config.profile_steps() if first else None, self.run / "profile", self.console.say)
+            traced = self.config.profile_steps() if first else None
+            self._tracer = Tracer(traced, self.run / "profile", self.console.say)
             stack.callback(self._tracer.close)
             self._signals = stack.enter_context(StopSignals(self._noted))
             self._stop = together.Stop(lambda: self._signals.received)
