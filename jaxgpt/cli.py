@@ -1,16 +1,17 @@
 """The command line: each verb calls one function with one dataclass. JAX is imported only to do the work."""
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 
 from jaxgpt import flags
 from jaxgpt.arguments import nearest, parse
 from jaxgpt.configured import configured
-from jaxgpt.errors import UserError, require
+from jaxgpt.errors import UserError, require, told_of
+from jaxgpt.processes.launch import launch
 
 HELP = """usage: jaxgpt VERB [flags]
 
@@ -27,20 +28,26 @@ HELP = """usage: jaxgpt VERB [flags]
 jaxgpt VERB --help lists a verb's flags with their defaults; for train, check, explain and plan, those of --preset, of
 the run in --run or of the plan in --plan."""
 
-REFUSED_BY_SYSTEM = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE),
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
-)
-"""What the operating system says of a disk or folder that the user must mend."""
-
 
 def train(args: list[str]) -> int:
-    """Trains or resumes."""
-    told = configured("train", flags.TrainFlags, args)
+    """Trains or resumes; as one of several processes, if it was started so."""
+    with _joined(args):
+        told = configured("train", flags.LaunchFlags, args)
 
-    from jaxgpt.training import run as runs
+        from jaxgpt.training import run as runs
 
-    return runs.train(told.config, told.flags.run, told.explicit, told.name).status
+        return runs.train(told.config, told.flags.run, told.explicit, told.name).status
+
+
+def _joined(args: list[str]) -> AbstractContextManager[None]:
+    """Within it, this process is among its peers, if it has some; so that what is wrong is said once by all."""
+    found = None if {"-h", "--help"} & set(args) else launch(args)
+    if found is None:
+        return nullcontext()
+
+    from jaxgpt.processes.together import Joined
+
+    return Joined(found)
 
 
 def plan(args: list[str]) -> int:
@@ -125,11 +132,12 @@ def export(args: list[str]) -> int:
 
 def check(args: list[str]) -> int:
     """Compares the first steps of what train would do on one device and on the mesh; 1 where they differ."""
-    told = configured("check", flags.TrainFlags, args)
+    with _joined(args):
+        told = configured("check", flags.LaunchFlags, args)
 
-    from jaxgpt.training import check as checks
+        from jaxgpt.training import check as checks
 
-    return checks.check(told.config, told.flags.run, told.explicit).status
+        return checks.check(told.config, told.flags.run, told.explicit).status
 
 
 def data(args: list[str]) -> int:
@@ -169,8 +177,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, 1 where a check finds a difference, 2 for what the user
-    must mend, 75 after a signal that a run was saved for, 128 + n where signal n ended it at once, 69 where the
-    watchdog did."""
+    must mend, 75 after a signal that a run was saved for, or where another process of the run is gone, 69 where the
+    watchdog ended it, 128 + n where signal n did at once."""
     verb, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
         if verb in ("-h", "--help"):
@@ -179,16 +187,12 @@ def main(args: Sequence[str] | None = None) -> int:
         if verb not in VERBS:
             raise UserError(f"{verb}: no such verb; {nearest(verb, VERBS)}known are {', '.join(VERBS)}")
         return VERBS[verb](rest)
-    except UserError as error:
-        return _fail(str(error))
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except OSError as error:
-        if error.errno not in REFUSED_BY_SYSTEM:
+    except (UserError, KeyboardInterrupt, OSError) as error:
+        if (told := told_of(error)) is None:
             raise
-        return _fail(f"{error.filename or 'disk'}: {error.strerror or os.strerror(error.errno)}")
+        return _fail(*told)
 
 
-def _fail(message: str, status: int = 2) -> int:
+def _fail(message: str, status: int) -> int:
     print(f"jaxgpt: error: {' '.join(message.split())}", file=sys.stderr)
     return status

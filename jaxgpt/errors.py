@@ -1,5 +1,14 @@
 """Errors that are the user's to mend: one line that says what was given, what is allowed and what to do."""
 
+import errno
+import os
+
+REFUSED_BY_SYSTEM = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
+)
+"""What the operating system says of a disk or folder that the user must mend."""
+
 
 class UserError(ValueError):
     """A value, file or combination that jaxgpt refuses. The command line prints its one line and exits with 2.
@@ -15,3 +24,14 @@ def require(condition: bool, flag: str, value: object, allowed: str, fix: str = 
     """Raises UserError(f"{flag} {value}: {allowed}; {fix}") unless condition holds."""
     if not condition:
         raise UserError(f"{flag} {value}: {allowed}" + (f"; {fix}" if fix else ""))
+
+
+def told_of(error: BaseException) -> tuple[str, int] | None:
+    """What a command says of an error in one line, and its exit status; None of a bug, which keeps its traceback."""
+    if isinstance(error, UserError):
+        return str(error), 2
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, OSError) and error.errno in REFUSED_BY_SYSTEM:
+        return f"{error.filename or 'disk'}: {error.strerror or os.strerror(error.errno)}", 2
+    return None

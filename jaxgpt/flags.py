@@ -145,6 +145,19 @@ class TrainFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaunchFlags(TrainFlags):
+    """Trains a GPT on any mesh of devices, or resumes a run. Under srun, mpirun or in a Kubernetes Job, processes find
+    each other; started by hand, each is given --coordinator, --processes and --process."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0, the same for all processes."""
+    processes: int | None = None
+    """How many there are; 1: this one is alone, whatever has started it."""
+    process: int | None = None
+    """Number of this one, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExplainFlags(TrainFlags):
     """Says where every array of a configuration lies on a mesh, what is kept and what is sent. Needs no devices."""
 

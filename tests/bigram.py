@@ -6,6 +6,7 @@ Called as a program, this file is the command that the tests of signals and kill
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.processes import together
+from jaxgpt.processes.launch import launch
+from jaxgpt.sharding.hosts import put, whole
 from jaxgpt.training import checkpoint, folder, metrics, run, watchdog, zarr
 from jaxgpt.training.program import Program
 
@@ -54,17 +58,21 @@ class Bigram(Program):
         return {"params": {"table": table}, "mu": {"table": table}, "nu": {"table": table}, "step": step}
 
     def init(self) -> Tree:
-        return jax.tree.map(lambda t: jax.device_put(np.zeros(t.shape, t.dtype), t.sharding), self.targets())
+        return jax.tree.map(lambda t: put(np.zeros(t.shape, t.dtype), t.sharding), self.targets())
 
     def place(self, batch: dict[str, np.ndarray]) -> Tree:
-        return {n: jax.device_put(a, NamedSharding(self.mesh, PartitionSpec())) for n, a in batch.items()}
+        return {n: put(a, NamedSharding(self.mesh, PartitionSpec())) for n, a in batch.items()}
+
+    @property
+    def own_samples(self) -> None:
+        """Every device takes the whole batch."""
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         with jax.set_mesh(self.mesh):
             return _step(state, batch, self.config.lr)
 
     def decoding(self, params: Tree) -> "Chain":
-        return Chain(np.asarray(params["table"]))
+        return Chain(whole(params["table"]))
 
     @cached_property
     def evaluate(self) -> Any:
@@ -176,29 +184,39 @@ def wait_for(process: subprocess.Popen[str], where: Path, step: int) -> None:
     raise AssertionError(process.communicate()[0])
 
 
-def main(where: str, data: str, changes: str) -> int:
-    """Trains as the tests ask."""
+def main(where: str, data: str, changes: str, *args: str) -> int:
+    """Trains as the tests ask; args: which of several processes it is."""
     given = json.loads(changes)
     kind: type[Program] = Bigram
     if given.pop("gpt", False):
         kind = Program
         given |= {"model": dataclasses.replace(TINY, layers=2, heads=4, dropout=0.1), "lr": 0.01, "global_batch": 8}
     seconds, hang = given.pop("seconds", 0.0), given.pop("hang", None)
-    slow_save = given.pop("slow_save", 0.0)
+    slow_save, dies = given.pop("slow_save", 0.0), given.pop("dies", None)
     watchdog.STEP = given.pop("patience", watchdog.STEP)
     place, step, write = kind.place, kind.step, zarr.write
+    done = [0, 0]
+
+    def die(when: str, count: int) -> None:
+        """Where given says so: [process, "step" or "save", how many of those it has behind it]."""
+        if dies == [together.index(), when, count]:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def slow_place(self: Program, batch: dict[str, np.ndarray]) -> Tree:
         time.sleep(seconds)
         return place(self, batch)
 
     def hanging_step(self: Program, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        die("step", done[0])
+        done[0] += 1
         if hang is not None and int(state["step"]) >= hang:
             # As a device would: the main thread is held outside of Python.
             np.linalg.svd(np.random.default_rng(0).normal(size=(6000, 6000)))
         return step(self, state, batch)
 
     def slow_write(*args: Any, **how: Any) -> zarr.Sums:
+        die("save", done[1])
+        done[1] += 1
         time.sleep(slow_save)
         return write(*args, **how)
 
@@ -206,7 +224,8 @@ def main(where: str, data: str, changes: str) -> int:
     kind.place = slow_place
     kind.step = hanging_step
     run.Program = kind
-    return run.train(config(Path(data), **given), Path(where)).status
+    with together.Joined(launch(args)):
+        return run.train(config(Path(data), **given), Path(where)).status
 
 
 if __name__ == "__main__":

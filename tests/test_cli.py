@@ -71,6 +71,8 @@ def test_the_flags_are_these_and_no_others():
     assert [field.name for field in dataclasses.fields(flags.ExplainFlags)] == (
         [*TRAIN.split(), "compiled", "json", "picture"]
     )
+    launched = [*TRAIN.split(), "coordinator", "processes", "process"]
+    assert [field.name for field in dataclasses.fields(flags.LaunchFlags)] == launched
     planned = ["devices", "hardware", "calibrate", "tokens", "top", "json", "picture", "save", "verify"]
     assert [field.name for field in dataclasses.fields(flags.PlanFlags)] == [*TRAIN.split(), *planned]
     assert [field.name for field in dataclasses.fields(flags.EvalFlags)] == ["run", "data", "mesh", "step", "stride"]

@@ -24,6 +24,7 @@ from jaxgpt.model.gpt import RESIDUAL, Context, block, final_norm
 from jaxgpt.model.vocabulary import head_logits, lookup
 from jaxgpt.pipeline.parts import from_stage, here, rows_of, sent
 from jaxgpt.sharding.collectives import gather
+from jaxgpt.sharding.hosts import put
 from jaxgpt.sharding.named import relayout, varying
 from jaxgpt.sharding.rows import MANUAL, TENSOR
 from jaxgpt.training.microbatch import BLOCKS, TOKEN, part
@@ -182,7 +183,7 @@ class Decoder:
 
     def place(self, tokens: np.ndarray) -> jax.Array:
         """Tokens [B, C], or anything of each row, on the devices."""
-        return jax.device_put(tokens, NamedSharding(self.mesh, PartitionSpec(self._batch)))
+        return put(tokens, NamedSharding(self.mesh, PartitionSpec(self._batch)))
 
     def _extended(
         self, weights: Weights, cache: Cache, tokens: jax.Array, slot: jax.Array, starts: jax.Array

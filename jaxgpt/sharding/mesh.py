@@ -20,6 +20,7 @@ from jaxgpt.errors import UserError, require
 from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.placement import place
+from jaxgpt.processes import together
 from jaxgpt.sharding.rows import AXES, TENSOR, rows
 
 MOST_CPU_DEVICES = 2048
@@ -277,13 +278,16 @@ def prepare_devices(n: int | None) -> tuple[list[jax.Device], str | None]:
     Starts JAX's backends. Where there is no accelerator, n virtual CPU devices are made; that can be done only
     before JAX has started. Raises UserError with the count where there are fewer than n.
     """
-    if n is not None and not jax.distributed.is_initialized():  # else the launcher says how many a process holds
+    if (share := together.share(n)) is not None:
+        wanted = share if together.count() > 1 else max(min(share, MOST_CPU_DEVICES), _cpu_devices_set())
         # Harmless where there is an accelerator; refused, and so ignored, where JAX has already started.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", max(min(n, MOST_CPU_DEVICES), _cpu_devices_set()))
+            jax.config.update("jax_num_cpu_devices", wanted)
     if _only_cpu():
         host_memory.keep()  # before the backend starts its threads, each of which would have a heap of its own
-    return take(jax.devices(), n)
+    taken, note = take(jax.devices(), n)
+    together.check_shares(taken)
+    return taken, note
 
 
 def _only_cpu() -> bool:

@@ -20,6 +20,7 @@ from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import open_mixture
 from jaxgpt.errors import UserError
 from jaxgpt.model.parameters import parameter_count, parameters
+from jaxgpt.processes import together
 from jaxgpt.sharding import mesh
 from jaxgpt.training import folder, parity
 from jaxgpt.training.console import Console, Rows, size
@@ -64,7 +65,7 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
     console = Console()
     devices, note = mesh.prepare_devices(mesh.devices_named(config.mesh))
     sizes = mesh.parse(config.mesh, len(devices))
-    for one in [note, *mesh.check(config, sizes)]:
+    for one in [together.described(devices), note, *mesh.check(config, sizes)]:
         if one is not None:
             console.fallback(one)
     text = mesh.format_mesh(sizes)
@@ -92,7 +93,8 @@ def _compared(config: RunConfig, run: Path | None, all_steps: bool, console: Con
     """The configuration and the global batches, and what differs from the run itself said."""
     stored = folder.read_config(run) if run is not None else None
     asked = config.model.vocab if run is None else folder.asked_vocabulary(run, config, stored)
-    dataset = open_mixture(config.data, config.tokenizer, asked, config.validation, say=console.say)
+    with together.first_alone("data", together.BUILD):
+        dataset = open_mixture(config.data, config.tokenizer, asked, config.validation, say=console.say)
     dataset.check(config.model.seq)
     config = folder.resolve(config, dataset)
     steps = config.steps if all_steps else min(STEPS, config.steps)

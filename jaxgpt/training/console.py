@@ -11,21 +11,23 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jaxgpt.processes import together
 from jaxgpt.training.throughput import Speed
 
 Rows = Sequence[Sequence[object]]
 
 
 class Console:
-    """Standard output: with colour and a moving line on a terminal, else in plain lines, one a message."""
+    """Standard output: with colour and a moving line on a terminal, else in plain lines, one a message. Of several
+    processes the first one alone speaks."""
 
     def __init__(self) -> None:
-        self._out = Terminal(highlight=False)
+        self._out = Terminal(highlight=False, quiet=not together.is_first())
 
     @property
     def is_terminal(self) -> bool:
         """Whether lines can be redrawn."""
-        return self._out.is_interactive
+        return self._out.is_interactive and not self._out.quiet
 
     def say(self, text: str) -> None:
         """One message."""

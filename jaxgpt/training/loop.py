@@ -18,13 +18,14 @@ import numpy as np
 from jaxgpt.config import RunConfig, to_json
 from jaxgpt.data import Mixture, Prefetcher
 from jaxgpt.planner.flops import flops_per_token
+from jaxgpt.processes import together
 from jaxgpt.sharding.ledger import ledger
 from jaxgpt.training import faults, metrics
 from jaxgpt.training.blame import find
 from jaxgpt.training.checkpoint import Writer
 from jaxgpt.training.console import Console
 from jaxgpt.training.evaluation import Figures, measure
-from jaxgpt.training.metrics import Metrics
+from jaxgpt.training.metrics import Metrics, Unwritten
 from jaxgpt.training.profile import Tracer
 from jaxgpt.training.program import Program
 from jaxgpt.training.reading import Reading
@@ -80,18 +81,24 @@ class Loop:
 
     def __enter__(self) -> "Loop":
         with ExitStack() as stack:
-            self._metrics = Metrics(self.run, self.done)
+            first = together.is_first()
+            self._metrics: Metrics | Unwritten = Metrics(self.run, self.done) if first else Unwritten()
             stack.callback(self._metrics.close)
-            records = metrics.read(self.run)
+            records = self._records()
             self._left_out, self._left_out_until = faults.left_out(records, self.done), self.done
             self._spikes = faults.Spikes(self.config.spike, records)
             factor = 0.0 if in_notebook() else self.config.watchdog
             self.watchdog = stack.enter_context(Watchdog(self.run, factor, self.config.log_every, self._collectives))
-            self._writer = Writer(self.run / "checkpoints", self.config.keep, self.config.keep_every)
+            keep, every = self.config.keep, self.config.keep_every
+            self._writer = Writer(self.run / "checkpoints", keep, every, together.EVERYONE)
             stack.callback(self._writer.close)
-            self._tracer = Tracer(self.config.profile_steps(), self.run / "profile", self.console.say)
+            traced = self.config.profile_steps() if first else None
+            self._tracer = Tracer(traced, self.run / "profile", self.console.say)
             stack.callback(self._tracer.close)
             self._signals = stack.enter_context(StopSignals(self._noted))
+            self._stop = together.Stop(lambda: self._signals.received)
+            if (peers := together.watched()) is not None:
+                peers.noted = self._noted
             self._progress = stack.enter_context(self.console.progress(self.config.steps))
             self._resources = stack.pop_all()
         return self
@@ -107,13 +114,20 @@ class Loop:
         self._tracer.announce(self.done, config.steps)
         with self._pace.paused():
             self._validate_if_due()
-        while self.done < config.steps and self._signals.received is None and self.rewind is None:
+        while self.done < config.steps and self._stop.signal is None and self.rewind is None:
             self._advance()
         if self.rewind is None and self.saved != self.done:
             self._validate_if_due()
             self._save()
         if self.done < config.steps:
-            self.stopped = self._signals.received
+            self.stopped = self._stop.signal
+
+    def _records(self) -> list[metrics.Record]:
+        """What the run has on record up to here, the same for all processes."""
+        together.wait("records are cut")
+        found = metrics.read(self.run)
+        together.wait("records are read")
+        return found
 
     def _advance(self) -> None:
         """Steps until the last one, a signal, or one that went wrong: `done` then says from where to go on."""
@@ -122,7 +136,7 @@ class Loop:
         with Prefetcher(self._fetch, self.done, config.steps) as batches:
             self._reading = Reading(self.dataset, config.model.seq, batches, self.done)
             for batch in self.watchdog.each("read batch", batches):
-                if self._signals.received is not None:
+                if self._stop.ends():
                     break
                 if not self._step(batch):
                     return
@@ -132,7 +146,7 @@ class Loop:
         """Loss over all validation tokens, recorded as the run's own; None where a signal came meanwhile."""
         found = self._validate(complete=True)
         if found is None:
-            self.stopped = self._signals.received
+            self.stopped = self._stop.signal
         return found
 
     def wait(self) -> None:
@@ -143,7 +157,7 @@ class Loop:
     def _step(self, batch: Batch) -> bool:
         """One step; False where it, or one before it, went wrong."""
         step = self.done + 1
-        placed = self.program.place(batch)
+        placed = self.program.place_own(batch)
         if "undone" in self._latest:
             placed["undone"] = self._latest["undone"]
         with self._tracer.step(step, self._latest):
@@ -167,10 +181,11 @@ class Loop:
                     self._save()
         return True
 
-    def _fetch(self, step: int) -> Batch:
-        """The samples of the step after `step`: a function of its number alone."""
+    def _fetch(self, step: int, whole: bool = False) -> Batch:
+        """The samples of the step after `step`, a function of its number alone: this process's own, or all."""
         config, first = self.config, self._samples(step)
-        positions = np.arange(first, first + config.global_batch)
+        own = None if whole else self.program.own_samples
+        positions = first + (np.arange(config.global_batch) if own is None else own)
         return self.dataset.batch(config.model.seq, config.seed, positions, config.documents)
 
     def _samples(self, step: int) -> int:
@@ -218,7 +233,7 @@ class Loop:
         self._latest = {}
         with self._pace.paused(), self.watchdog.phase("find what is not finite"):
             updates = int(jax.device_get(self.state["step"]))
-            culprit = find(self.program, self.state["params"], self._fetch(step - 1), updates)
+            culprit = find(self.program, self.state["params"], self._fetch(step - 1, whole=True), updates)
         decision = faults.decide(self.config, self._left_out)
         first = self._samples(step - 1)
         file = faults.record(self.run, self._metrics, step, first, culprit, decision)
@@ -252,7 +267,8 @@ class Loop:
         """A validation in passing, unless it is on record: a signal may have cut it off before the run was resumed."""
         if not _due(self.done, self.config.eval_every):
             return
-        if not any(record.get("kind") == "validation" for record in self._metrics.of(self.done)):
+        found = together.told("records", lambda: [record.get("kind") for record in self._metrics.of(self.done)])
+        if "validation" not in found:
             self._validate()
 
     def _validate(self, complete: bool = False) -> Figures | None:
@@ -262,7 +278,7 @@ class Loop:
     def _measured(self, complete: bool) -> Figures | None:
         def stopped() -> bool:
             self.watchdog.beat()
-            return self._signals.received is not None
+            return self._stop.ends()
 
         limit = None if complete else self.config.eval_tokens
         found = measure(
@@ -307,6 +323,8 @@ class Loop:
         self.saved = self.done
 
     def _noted(self, name: str) -> None:
+        if (peers := together.watched()) is not None and (received := self._signals.received) is not None:
+            peers.stop(received)
         self.console.say(f"{name}: the step that runs is finished and saved; the same again ends at once")
 
 

@@ -26,6 +26,23 @@ Record = dict[str, Any]
 Value = float | int | bool | str | list[int]
 
 
+class Unwritten:
+    """The metrics of a process that does not write them."""
+
+    def write(self, kind: str, step: int, **values: float | int | bool) -> None:
+        """Nothing."""
+
+    def of(self, step: int) -> list[Record]:
+        """Nothing."""
+        return []
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class Metrics:
     """Appends records to `metrics.jsonl` and `tensorboard/` in a run folder. Raises UserError where it cannot."""
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxgpt.config import RunConfig
+from jaxgpt.sharding.hosts import whole
 from jaxgpt.sharding.mesh import build, devices_named, parse, take
 from jaxgpt.training.program import Program
 
@@ -60,7 +61,10 @@ class Difference:
 
 def program(config: RunConfig, mesh: str) -> Program:
     """The configuration's programs on a mesh that names every size, over the first devices there are."""
-    return Program(config, build(parse(mesh), take(jax.devices(), devices_named(mesh))[0]))
+    wanted = devices_named(mesh)
+    # Of several processes each computes for itself what one device does.
+    there = jax.local_devices() if wanted == 1 else jax.devices()
+    return Program(config, build(parse(mesh), take(there, wanted)[0]))
 
 
 def trace(config: RunConfig, mesh: str, batches: Batches) -> Trace:
@@ -86,8 +90,8 @@ def steps(program: Program, batches: Batches) -> Trace:
             if number == 0:
                 # Adam's first moment after one step is the gradient times 1 - beta1
                 share = 1 - program.config.beta1
-                gradients = {n: program.in_order(n, np.asarray(mu)) / share for n, mu in state["mu"].items()}
-    params = {name: program.in_order(name, np.asarray(p)) for name, p in state["params"].items()}
+                gradients = {n: program.in_order(n, whole(mu)) / share for n, mu in state["mu"].items()}
+    params = {name: program.in_order(name, whole(p)) for name, p in state["params"].items()}
     return Trace(np.asarray(losses), np.asarray(norms), gradients, params)
 
 

@@ -18,6 +18,8 @@ from jaxgpt.model.parameters import Parameter, parameters, placed, start
 from jaxgpt.model.replaced import NOTHING, Replaced
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.schedule import Schedule
+from jaxgpt.processes import together
+from jaxgpt.sharding.hosts import put, put_rows
 from jaxgpt.sharding.layout import Layout
 from jaxgpt.sharding.ring import order
 from jaxgpt.training import offload
@@ -206,14 +208,42 @@ class Program:
     def place(self, batch: dict[str, np.ndarray]) -> Arrays:
         """A global batch of {"inputs", "targets"}, int32 [global_batch, seq], on the devices: [microbatch, batch, seq];
         and the number of each sample in it. Where documents are separate, also of {"starts"}, the place in its row at
-        which each token's document begins; a batch without them has a document a row."""
+        which each token's document begins; a batch without them has a document a row. Of several processes each has the
+        whole batch."""
+        return self._placed(batch, None)
+
+    @cached_property
+    def own_samples(self) -> np.ndarray | None:
+        """Numbers, in a global batch, of the samples that this process's devices take, in order; None: of all."""
+        if together.count() == 1:
+            return None
+        where = NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[:2]))
+        shape = (self.config.global_batch // self.micro_batch, self.micro_batch)
+        numbers = np.arange(self.config.global_batch).reshape(shape)
+        parts = where.addressable_devices_indices_map(shape).values()
+        return np.unique(np.concatenate([numbers[index].ravel() for index in parts]))
+
+    def place_own(self, batch: dict[str, np.ndarray]) -> Arrays:
+        """As place, of a global batch of which each process has its own samples alone."""
+        return self.place(batch) if self.own_samples is None else self._placed(batch, self.own_samples)
+
+    def _placed(self, batch: dict[str, np.ndarray], own: np.ndarray | None) -> Arrays:
         rows = self.micro_batch
-        count = len(batch["inputs"])
+        count = len(batch["inputs"]) if own is None else self.config.global_batch
+        held = np.arange(count, dtype=np.int32) if own is None else own.astype(np.int32)
         if self.separate:
             batch = {"starts": np.zeros_like(batch["inputs"])} | batch
-        arrays = {n: self.split_order(a) for n, a in batch.items()} | {"samples": np.arange(count, dtype=np.int32)}
-        layouts = {n: NamedSharding(self.mesh, spec) for n, spec in self._batch_specs().items()}
-        return {n: jax.device_put(a.reshape(count // rows, rows, *a.shape[1:]), layouts[n]) for n, a in arrays.items()}
+        arrays = {n: self.split_order(a) for n, a in batch.items()} | {"samples": held}
+        layouts = self._batch_specs()
+        shape = (count // rows, rows)
+
+        def on_devices(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+            where = NamedSharding(self.mesh, spec)
+            if own is None:
+                return put(array.reshape(*shape, *array.shape[1:]), where)
+            return put_rows(array, own, shape, where)
+
+        return {n: on_devices(a, layouts[n]) for n, a in arrays.items()}
 
     def batch_targets(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, types and layouts of a placed batch, nothing allocated."""
@@ -251,7 +281,9 @@ class Program:
     def compiled(self) -> Any:
         """The compiled train step."""
         on_gpu = self.platform in ("gpu", "cuda")
-        return self.traced.lower().compile(compiler_options=GPU_OPTIONS if on_gpu else None)
+        compiled = self.traced.lower().compile(compiler_options=GPU_OPTIONS if on_gpu else None)
+        together.wait("the step is compiled")  # else the first to run it would wait for the others inside of it
+        return compiled
 
     @cached_property
     def none_undone(self) -> jax.Array:
@@ -284,7 +316,7 @@ class Program:
             return step.evaluate(params, {n: a[0] for n, a in batch.items()})
 
         inputs = (state_specs(step)["params"], self._batch_specs())
-        return jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole)))
+        return together.at_once(jax.jit(on_mesh(step, self.mesh, first, inputs, (whole, whole))))
 
     @cached_property
     def logits(self) -> Any:
@@ -320,9 +352,7 @@ class Program:
 
     def place_tokens(self, tokens: np.ndarray) -> jax.Array:
         """Tokens [B, S] on the devices; B and S multiples of what the mesh divides them by (divisors)."""
-        return jax.device_put(
-            self.split_order(tokens), NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[1:]))
-        )
+        return put(self.split_order(tokens), NamedSharding(self.mesh, PartitionSpec(*self.layout.batch()[1:])))
 
 
 def _retyped(array: jax.Array, wanted: NamedSharding) -> jax.Array:

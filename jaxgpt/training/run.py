@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shlex
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jaxgpt.inference.text import write
 from jaxgpt.interop import beside, models
 from jaxgpt.interop.places import is_model
 from jaxgpt.planner.choose import auto
+from jaxgpt.processes import together
 from jaxgpt.sharding import mesh
 from jaxgpt.training import checkpoint, curve, derived, faults, folder, history, metrics
 from jaxgpt.training.console import Console
@@ -75,8 +77,10 @@ def train(
     else's, a mesh that does not fit, a disk that is full. What was saved before stays.
     """
     console = Console()
-    run = folder.next_free(Path("runs"), name) if run is None else run
-    with folder.hold(run, console.fallback):
+    run = Path(together.told("run", lambda: str(folder.next_free(Path("runs"), name) if run is None else run)))
+    # Of several processes the first one alone holds the folder and writes into it.
+    with folder.hold(run, console.fallback) if together.is_first() else nullcontext():
+        together.wait("the run folder's lock")
         stored = folder.read_config(run)
         wanted = config if stored is None else folder.merge(run, config, stored, explicit)
         if wanted.mesh != mesh.AUTO:
@@ -86,7 +90,8 @@ def train(
             return finished
         devices, sizes = _devices(wanted, console)
         asked = folder.asked_vocabulary(run, wanted, stored)
-        dataset = folder.open_data(run, wanted, stored, console.say)
+        with together.first_alone("data", together.BUILD):
+            dataset = folder.open_data(run, wanted, stored, console.say)
         resolved = folder.resolve(wanted, dataset)
         source = _source(run, resolved)
         if stored is not None:
@@ -100,11 +105,20 @@ def train(
         mesh.check(resolved, sizes)
         program = Program(resolved, mesh.build(sizes, devices))
         resolved = dataclasses.replace(resolved, dtype="bf16" if program.dtype == "bf16" else "fp32")
-        if stored is not None and (begun := folder.data_fingerprint(run)) is not None:
-            history.first(run, stored, [(begun, 1)])  # of a run that began before there were blends
-        folder.write(run, resolved, asked, dataset, {} if source is None else source.beside)
-        history.first(run, resolved, history.shares(dataset))
+        together.wait("what the run folder holds is read")
+        if together.is_first():
+            _write(run, resolved, stored, asked, dataset, source)
         return _run(run, resolved, stored, program, dataset, console, source)
+
+
+def _write(
+    run: Path, config: RunConfig, stored: RunConfig | None, asked: int, dataset: Mixture, source: models.Model | None
+) -> None:
+    """Writes what a run is and how it begins."""
+    if stored is not None and (begun := folder.data_fingerprint(run)) is not None:
+        history.first(run, stored, [(begun, 1)])  # of a run that began before there were blends
+    folder.write(run, config, asked, dataset, {} if source is None else source.beside)
+    history.first(run, config, history.shares(dataset))
 
 
 def _source(run: Path, config: RunConfig) -> models.Model | None:
@@ -202,6 +216,8 @@ def _devices(config: RunConfig, console: Console, training: bool = True) -> tupl
     for one in [note, *notes]:
         if one is not None:
             console.fallback(one)
+    if (seen := together.described(devices)) is not None:
+        console.say(seen)
     return devices, sizes
 
 
@@ -223,7 +239,8 @@ def _run(
     if config.offload != "none" and program.platform == "cpu":
         console.fallback(f"--offload {config.offload}: on CPU all memory is the host's, so it changes nothing")
     begin = _begin(run, program, console, source)
-    samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
+    with together.first_alone("samples"):
+        samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
     begin = dataclasses.replace(begin, samples=samples)
     for title, rows in derived.tables(config, program, dataset):
         console.table(title, rows)
@@ -244,7 +261,7 @@ def _run(
             break
         loop.state = {}  # before another takes its place on the devices
         begin, dataset = _back(run, config, program, dataset, console, source, loop.rewind)
-    drawn = curve.draw(run)
+    drawn = curve.draw(run) if together.is_first() else None
     if figures is not None:
         console.table(f"{run}, step {loop.done}, on the run's validation part", figures.rows())
         console.say(f"loss curve: {drawn}")
@@ -268,10 +285,13 @@ def _sample(run: Path, program: Program, params: dict[str, jax.Array], tokenizer
     if len(tokens) > seq:
         console.fallback(f"no sample is drawn, since --prompt has {len(tokens)} tokens and the context {seq}")
         return
+    together.wait("the sample")
     sampling = Sampling(seed=program.config.seed)
     rounds = write(program.decoding(params), tokenizer, [tokens], seq, SAMPLE_TOKENS, sampling)
     text = prompt + "".join(piece for (piece,) in rounds)
     file = run / "sample.txt"
+    if not together.is_first():
+        return
     try:
         folder.replace(file, text.encode())
     except OSError as error:
@@ -296,16 +316,19 @@ def _finished(run: Path, config: RunConfig, console: Console) -> Result | None:
 
 def _begin(run: Path, program: Program, console: Console, source: models.Model | None) -> Begin:
     checkpoints = run / "checkpoints"
-    checkpoint.clear_partial(checkpoints)
-    strict = program.config.resume == "strict"
+    if together.is_first():
+        checkpoint.clear_partial(checkpoints)
+    together.wait("what was half written is removed")
+    strict, all_of_them = program.config.resume == "strict", together.EVERYONE
     say, targets = console.fallback, program.targets()
-    restored = restore_last(checkpoints, targets, program.logical, say, program.rows, strict=strict)
+    restored = restore_last(checkpoints, targets, program.logical, say, program.rows, strict=strict, group=all_of_them)
     if restored is None and source is not None:
         console.say(f"parameters: from {source.path}")
         return Begin(program.begin_with(source.onto(program.table, program.shardings)), 0, None)
     if restored is None:
         return Begin(program.init(), 0, None)
-    for step in restored.damaged:
+    together.wait("the last checkpoint is read")
+    for step in restored.damaged if together.is_first() else ():
         kept = checkpoint.set_aside(checkpoints, step)
         console.fallback(f"the damaged checkpoint of step {step} is kept as {kept}")
     return Begin(restored.state, restored.step, restored.step)
@@ -322,11 +345,13 @@ def _back(
 ) -> tuple[Begin, Mixture]:
     """The last checkpoint, or the start where there is none, and the samples to go on with, which is written down."""
     begin = _begin(run, program, console, source)
-    before = history.rewinds(run, begin.step)
+    before = together.told("rewinds", lambda: history.rewinds(run, begin.step))
     if before >= rewind.most:
         raise UserError(f"{rewind.why}; the run has come back to step {begin.step} {before} times; {faults.CURE}")
-    history.rewind(run, config, dataset, begin.step, rewind.samples)
-    samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
+    if together.is_first():
+        history.rewind(run, config, dataset, begin.step, rewind.samples)
+    with together.first_alone("samples"):
+        samples, dataset = history.resume(run, config, dataset, begin.step, console.say)
     console.fallback(
         f"back to step {begin.step}; goes on after the {samples:,} samples up to step {rewind.step}, "
         f"which are left out ({before + 1} of at most {rewind.most} times)"
