@@ -53,7 +53,7 @@ def without(batches: Iterable[int], monkeypatch: pytest.MonkeyPatch, after: int 
     """Runs read as if these steps' batches were not there; from step `after` on."""
     real, kept = Loop._fetch, [n for n in range(100) if n + 1 not in set(batches)]
 
-    def fetch(self: Loop, step: int) -> dict[str, np.ndarray]:
+    def fetch(self: Loop, step: int, whole: bool = False) -> dict[str, np.ndarray]:
         return real(self, kept[step] if step >= after else step)
 
     monkeypatch.setattr(Loop, "_fetch", fetch)
@@ -105,7 +105,7 @@ def test_a_run_resumed_before_or_after_a_bad_step_is_the_one_never_stopped(
     where, real = tmp_path / "run", Loop._fetch
     sent: list[int] = []
 
-    def fetch(self: Loop, at: int) -> dict[str, np.ndarray]:
+    def fetch(self: Loop, at: int, whole: bool = False) -> dict[str, np.ndarray]:
         if at == step and not sent:
             sent.append(at)
             os.kill(os.getpid(), signal.SIGTERM)

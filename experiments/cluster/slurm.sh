@@ -28,7 +28,7 @@ status=0
 srun --kill-on-bad-exit=0 jaxgpt train "$@" || status=$?
 
 case "$status" in
-    # 75: a process is gone, or the run was stopped; 138 and 143: stopped by USR1 or TERM, and saved.
-    75 | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;;
+    # 75: the run was stopped and is saved, or a process is gone.
+    75) scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 exit "$status"
