@@ -75,7 +75,7 @@ class Run:
 
     # Research
 
-    def replace(self, **functions: Callable[..., jax.Array]) -> "Run":
+    def replace(self, **functions: Any) -> "Run":
         """This model with functions of your own in the place of its own, on the same parameters.
 
             run.replace(attention=lambda q, k, v: v).fit("text.txt")

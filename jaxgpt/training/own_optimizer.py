@@ -27,12 +27,14 @@ class OwnOptimizer:
     def begin_with(self, params: Arrays) -> State:
         """The state before the first step."""
         init = jax.jit(auto_axes(self.transformation.init, out_sharding=self._layouts))
-        return {"params": params, "optimizer": init(params), "step": np.int32(0)}
+        with jax.set_mesh(self.program.mesh):
+            return {"params": params, "optimizer": init(params), "step": np.int32(0)}
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Arrays]:
         """One step; the state is given up. Gives its loss."""
         loss, gradients, _ = self.program.gradients(state["params"], batch, state["step"])
-        params, optimizer = self._update(state["params"], state["optimizer"], gradients)
+        with jax.set_mesh(self.program.mesh):
+            params, optimizer = self._update(state["params"], state["optimizer"], gradients)
         return {"params": params, "optimizer": optimizer, "step": np.int32(state["step"] + 1)}, {"loss": loss}
 
     @cached_property
