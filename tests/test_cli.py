@@ -185,7 +185,7 @@ def test_sample(runs, capsys):
 
 def test_a_checkpoint_is_named_by_its_step(runs):
     assert main(["eval", "runs/mine", "--step", "best"]) == 0
-    assert runs.calls == [("evaluate", (Path("runs/mine"), None, "", "best"), {})]
+    assert runs.calls == [("evaluate", (Path("runs/mine"), None, "", "best", None), {})]
 
 
 def test_export(runs):

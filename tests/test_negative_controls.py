@@ -169,9 +169,9 @@ def replicated_gradients_counted_on_every_device(patch: Patch) -> None:
 def clipping_by_a_devices_own_norm(patch: Patch) -> None:
     real = optimizer.Optimizer.update
 
-    def update(self: Any, state: Any, gradients: Any, norm: jax.Array) -> Any:
+    def update(self: Any, state: Any, gradients: Any, norm: jax.Array, good: jax.Array) -> Any:
         own = step.global_norm(gradients, dict.fromkeys(gradients, ()))
-        return real(self, state, gradients, of_first(own, ("fsdp",)))
+        return real(self, state, gradients, of_first(own, ("fsdp",)), good)
 
     patch.setattr(optimizer.Optimizer, "update", update)
 

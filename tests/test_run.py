@@ -53,6 +53,7 @@ def test_a_run_leaves_all_that_it_promises(data: Path, tmp_path: Path, capsys: p
             "tokenizer",
             "checkpoints",
             "metrics.jsonl",
+            "tensorboard",
             "loss.png",
             "sample.txt",
         )
