@@ -1,5 +1,6 @@
 """What a run says: tables before step 0, a progress line on a terminal, plain lines elsewhere."""
 
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -11,10 +12,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxgpt.processes import together
 from jaxgpt.training.throughput import Speed
 
 Rows = Sequence[Sequence[object]]
+
+
+def _speaks() -> bool:
+    """Whether this process is the first of its run; without JAX it is the only one, and needs none to say something."""
+    if sys.modules.get("jax") is None:
+        return True
+    from jaxgpt.processes import together
+
+    return together.is_first()
 
 
 class Console:
@@ -22,7 +31,7 @@ class Console:
     processes the first one alone speaks."""
 
     def __init__(self) -> None:
-        self._out = Terminal(highlight=False, quiet=not together.is_first())
+        self._out = Terminal(highlight=False, quiet=not _speaks())
 
     @property
     def is_terminal(self) -> bool:
