@@ -4,7 +4,7 @@ import contextlib
 import io
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +15,7 @@ import tyro
 from jaxgpt.errors import UserError
 
 F = TypeVar("F")
+T = TypeVar("T")
 
 
 def given(verb: str, kind: type, args: list[str]) -> dict[str, str | None]:
@@ -78,6 +79,21 @@ def _allowed(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(str(choice) for choice in get_args(hint))}"
     return words[hint] if hint in words else " or ".join(_allowed(each) for each in get_args(hint))
+
+
+def verb_of(
+    verbs: Mapping[str, T], args: Sequence[str], help_text: str, of: str = ""
+) -> tuple[T, str, list[str]] | None:
+    """What a verb at the head of args stands for, its name with `of` before it, and what follows it; None where help
+    was asked for, or nothing, and has been printed. Raises UserError for one that is not known."""
+    verb, *rest = args or ["--help"]
+    if verb in ("-h", "--help"):
+        print(help_text)
+        return None
+    name = f"{of} {verb}".strip()
+    if verb not in verbs:
+        raise UserError(f"{name}: no such verb; {nearest(verb, verbs)}known are {', '.join(verbs)}")
+    return verbs[verb], name, rest
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

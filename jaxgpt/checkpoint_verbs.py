@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.arguments import nearest, parse
+from jaxgpt.arguments import parse, verb_of
 from jaxgpt.errors import UserError, require
 from jaxgpt.flags import ListFlags, LookFlags, ParametersFlags, VerifyFlags
 from jaxgpt.interop import safetensors
@@ -33,20 +33,17 @@ _PIECE = 2**26
 
 def main(args: list[str]) -> int:
     """Runs one of the verbs, and returns its exit status. Raises UserError."""
-    verb, *rest = args or ["--help"]
     verbs: dict[str, tuple[type, Callable[[Any, Console], int]]] = {
         "ls": (ListFlags, show_list),
         "inspect": (LookFlags, inspect),
         "verify": (VerifyFlags, verify),
         "export": (ParametersFlags, export),
     }
-    if verb in ("-h", "--help"):
-        print(HELP)
+    found = verb_of(verbs, args, HELP, "checkpoint")
+    if found is None:
         return 0
-    if verb not in verbs:
-        raise UserError(f"checkpoint {verb}: no such verb; {nearest(verb, verbs)}known are {', '.join(verbs)}")
-    kind, run = verbs[verb]
-    return run(parse(f"checkpoint {verb}", kind, rest), Console())
+    (kind, run), verb, rest = found
+    return run(parse(verb, kind, rest), Console())
 
 
 def show_list(asked: ListFlags, console: Console) -> int:

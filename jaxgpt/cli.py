@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from jaxgpt import flags
-from jaxgpt.arguments import nearest, parse
+from jaxgpt.arguments import parse, verb_of
 from jaxgpt.configured import configured
 from jaxgpt.errors import UserError, require, told_of
 from jaxgpt.processes.launch import launch
@@ -70,18 +70,18 @@ def explain(args: list[str]) -> int:
     # Nothing is run on a device, and the GPUs' own start would ask for a driver.
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-    from jaxgpt import explained as explaining
+    from jaxgpt import explained
 
     _refuse_unwritable("--picture", chosen.picture, ".png")
-    found = explaining.explain(told.config, chosen.compiled)
+    found = explained.explain(told.config, chosen.compiled)
     if chosen.picture is not None:
         if found.pipeline is None:
             raise UserError(f"--picture {chosen.picture}: one stage has no schedule to draw; give --mesh a pipe axis")
         found.pipeline.draw(chosen.picture)
     if chosen.json:
-        print(explaining.to_json(found))
+        print(explained.to_json(found))
     else:
-        explaining.print_tables(found)
+        explained.print_tables(found)
     return 0
 
 
@@ -179,14 +179,9 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, 1 where a check finds a difference, 2 for what the user
     must mend, 75 after a signal that a run was saved for, or where another process of the run is gone, 69 where the
     watchdog ended it, 128 + n where signal n did at once."""
-    verb, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
-        if verb in ("-h", "--help"):
-            print(HELP)
-            return 0
-        if verb not in VERBS:
-            raise UserError(f"{verb}: no such verb; {nearest(verb, VERBS)}known are {', '.join(VERBS)}")
-        return VERBS[verb](rest)
+        found = verb_of(VERBS, sys.argv[1:] if args is None else args, HELP)
+        return 0 if found is None else found[0](found[2])
     except (UserError, KeyboardInterrupt, OSError) as error:
         if (told := told_of(error)) is None:
             raise

@@ -12,7 +12,7 @@ import numpy as np
 import rich.console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxgpt.arguments import nearest, parse
+from jaxgpt.arguments import parse, verb_of
 from jaxgpt.data import blend, build, megatron, open_mixture, sources, store
 from jaxgpt.data.prepare import Told
 from jaxgpt.data.tokenizer import Tokenizer
@@ -37,19 +37,15 @@ _SHOWN = 400
 
 def main(args: list[str]) -> int:
     """Runs one of the verbs, and returns its exit status. Raises UserError."""
-    verb, *rest = args or ["--help"]
     verbs: dict[str, tuple[type, Callable[[Any, Console], None]]] = {
         "prepare": (PrepareFlags, prepare),
         "inspect": (InspectFlags, inspect),
         "blend": (BlendFlags, show_blend),
     }
-    if verb in ("-h", "--help"):
-        print(HELP)
-        return 0
-    if verb not in verbs:
-        raise UserError(f"data {verb}: no such verb; {nearest(verb, verbs)}known are {', '.join(verbs)}")
-    kind, run = verbs[verb]
-    run(parse(f"data {verb}", kind, rest), Console())
+    found = verb_of(verbs, args, HELP, "data")
+    if found is not None:
+        (kind, run), verb, rest = found
+        run(parse(verb, kind, rest), Console())
     return 0
 
 
