@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgpt.model.taps import SITES, taps
+from jaxgpt.model.taps import SITES, as_far_as
 from jaxgpt.sharding.layout import split_axes
 from jaxgpt.sharding.named import relayout
 from jaxgpt.training.microbatch import BLOCKS
@@ -257,23 +257,9 @@ def _wrong(step: Step, x: jax.Array, spec: PartitionSpec, kept: int) -> jax.Arra
 
 
 def _probed(step: Step, params: Arrays, tokens: jax.Array, layer: jax.Array, site: jax.Array) -> jax.Array:
-    x, _ = step.stream(params, tokens, partial(_as_far_as, layer, site))
+    def pick(taken: Arrays) -> jax.Array:
+        return lax.select_n(site, *(taken[name] for name in SITES))
+
+    x, _ = step.stream(params, tokens, partial(as_far_as, layer, pick))
     count = jnp.sum(~jnp.isfinite(relayout(x, "batch seq embed")), axis=(1, 2), dtype=jnp.float32)
     return lax.psum(count, "context") if "context" in step.axes else count
-
-
-def _as_far_as(wanted: jax.Array, site: jax.Array, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Blocks before the wanted one are run; those after it pass on what it was asked for."""
-
-    def body(w: Arrays, x: jax.Array, layer: jax.Array, c: Any) -> jax.Array:
-        def tapped() -> jax.Array:
-            with taps() as taken:
-                run(w, x, layer, c)
-            return lax.select_n(site, *(taken[name] for name in SITES))
-
-        def passed() -> jax.Array:
-            return lax.cond(layer == wanted, tapped, lambda: x)
-
-        return lax.cond(layer < wanted, lambda: run(w, x, layer, c), passed)
-
-    return body

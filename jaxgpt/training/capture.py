@@ -5,11 +5,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.errors import UserError
-from jaxgpt.model.taps import SITES, taps
+from jaxgpt.model.taps import SITES, as_far_as
 from jaxgpt.sharding.named import relayout
 from jaxgpt.training.step import Arrays, Step, on_mesh, state_specs
 
@@ -42,24 +41,8 @@ def captured(step: Step, mesh: Mesh, wanted: Site) -> Callable[[Arrays, jax.Arra
 
 
 def _forward(step: Step, wanted: Site, params: Arrays, tokens: jax.Array) -> jax.Array:
-    """Blocks after the wanted one pass on what it was asked for."""
-    x, _ = step.stream(params, tokens, partial(_as_far_as, wanted))
+    x, _ = step.stream(params, tokens, partial(as_far_as, wanted.layer, lambda taken: taken[wanted.name]))
     return relayout(x, "batch seq embed")
-
-
-def _as_far_as(wanted: Site, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def body(w: Arrays, x: jax.Array, layer: jax.Array, c: Any) -> jax.Array:
-        def tapped() -> jax.Array:
-            with taps() as taken:
-                run(w, x, layer, c)
-            return taken[wanted.name]
-
-        def after() -> jax.Array:
-            return lax.cond(layer == wanted.layer, tapped, lambda: x)
-
-        return lax.cond(layer < wanted.layer, lambda: run(w, x, layer, c), after)
-
-    return body
 
 
 def in_text_order(x: jax.Array, order: Any) -> jax.Array:
