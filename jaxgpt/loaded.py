@@ -22,7 +22,7 @@ from jaxgpt.interop import beside
 from jaxgpt.interop.export import export
 from jaxgpt.model.module import GPT, ArrayLike
 from jaxgpt.model.replaced import Replaced
-from jaxgpt.sharding.drawing import Drawing, coloured, draw
+from jaxgpt.sharding.drawing import Drawing, draw, html_table, plain_rows
 from jaxgpt.training import capture, derived, fitting
 from jaxgpt.training.console import Console
 from jaxgpt.training.program import Program
@@ -239,14 +239,10 @@ class Layouts:
     rows: Sequence[Sequence[object]]
 
     def __repr__(self) -> str:
-        texts = [[str(cell) for cell in row] for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts)
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(plain_rows(self.rows))
 
     def _repr_html_(self) -> str:
-        cells = ("".join(f"<td>{coloured(str(cell))}</td>" for cell in row) for row in self.rows)
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        return html_table(self.rows)
 
 
 def load(run: str | Path, mesh: str = "", step: str | int = "last") -> Run:

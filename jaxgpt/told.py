@@ -11,7 +11,7 @@ from jaxgpt.planner import report
 from jaxgpt.planner.choose import here, search
 from jaxgpt.planner.hardware import find
 from jaxgpt.sharding import mesh
-from jaxgpt.sharding.drawing import coloured
+from jaxgpt.sharding.drawing import html_table, plain_rows
 from jaxgpt.training.console import Rows
 
 
@@ -23,10 +23,12 @@ class Told:
     tables: Sequence[tuple[str, Rows]]
 
     def __repr__(self) -> str:
-        return "\n".join(line for title, rows in self.tables for line in (title, *_plain(rows)))
+        return "\n".join(
+            line for title, rows in self.tables for line in (title, *(f"  {row}" for row in plain_rows(rows)))
+        )
 
     def _repr_html_(self) -> str:
-        return "".join(f"<b>{html.escape(title)}</b>{_table(rows)}" for title, rows in self.tables)
+        return "".join(f"<b>{html.escape(title)}</b>{html_table(rows)}" for title, rows in self.tables)
 
 
 def explain(config: RunConfig) -> Told:
@@ -46,15 +48,3 @@ def plan(config: RunConfig, devices: int | None = None, hardware: str | None = N
     kind = here(config, present, measured=False) if hardware is None else find(hardware)
     found = search(config, kind, devices or len(present), top=top)
     return Told(found, report.tables(found, float(config.steps * config.global_batch * config.model.seq)))
-
-
-def _plain(rows: Rows) -> list[str]:
-    cells = [[str(cell) for cell in row] for row in rows]
-    columns = max((len(row) for row in cells), default=0)
-    widths = [max(len(row[c]) for row in cells if c < len(row)) for c in range(columns)]
-    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in cells]
-
-
-def _table(rows: Rows) -> str:
-    lines = ("".join(f"<td>{coloured(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -56,6 +56,20 @@ def coloured(text: str) -> str:
     return _PLACE.sub(place, html.escape(text))
 
 
+def plain_rows(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows of cells as lines of text, in columns; a row may have fewer cells than others."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    columns = max((len(row) for row in cells), default=0)
+    widths = [max(len(row[c]) for row in cells if c < len(row)) for c in range(columns)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in cells]
+
+
+def html_table(rows: Sequence[Sequence[object]]) -> str:
+    """The same as HTML, coloured."""
+    lines = ("".join(f"<td>{coloured(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
 @dataclass(frozen=True)
 class Drawing:
     """Arrays of one mesh as a table: plain in a terminal, in colours in a notebook."""
