@@ -22,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxgpt.processes.peers import LOST
+from jaxgpt.errors import RESUMABLE
 from jaxgpt.training import checkpoint, metrics
 
 LIMIT = 60.0
@@ -148,7 +148,7 @@ def main() -> int:
             print(found, flush=True)
         finished = wait(start(run, told.processes, logs), 1800) == [0] * told.processes
         equal = finished and bytes_of(run) == bytes_of(straight) and losses(run) == losses(straight)
-    good = equal and all(kill.named and kill.seconds < LIMIT and set(kill.statuses) == {LOST} for kill in kills)
+    good = equal and all(kill.named and kill.seconds < LIMIT and set(kill.statuses) == {RESUMABLE} for kill in kills)
     result = {
         "processes": told.processes,
         "seconds_of_a_straight_run": round(whole, 1),

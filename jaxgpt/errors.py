@@ -3,6 +3,9 @@
 import errno
 import os
 
+RESUMABLE = 75
+"""Exit status of what the same command goes on with, from the last checkpoint: EX_TEMPFAIL of sysexits.h. Of a run that
+a signal ended and that is saved, whatever the signal was; and where another process of the run is gone."""
 REFUSED_BY_SYSTEM = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),

@@ -11,10 +11,10 @@ import pytest
 from many import VARIABLES, command, ended, free_port, started
 
 from jaxgpt.cli import main
-from jaxgpt.errors import UserError
+from jaxgpt.errors import RESUMABLE, UserError
 from jaxgpt.processes.gate import Gate
 from jaxgpt.processes.launch import Launch, launch
-from jaxgpt.processes.peers import LOST, spoken
+from jaxgpt.processes.peers import spoken
 
 HOST = socket.gethostname()
 
@@ -153,7 +153,7 @@ def test_a_process_that_is_killed_is_named_and_all_end(gone, tmp_path):
     line = f"jaxgpt: error: process {gone} on {HOST} is gone (its connection has closed); the same command goes on"
     for index, (status, said) in enumerate(found):
         if index != gone:
-            assert status == LOST
+            assert status == RESUMABLE
             assert said.startswith(line) if gone == 0 or index == 0 else said == ""
 
 

@@ -18,9 +18,8 @@ from many import LIMIT, command, ended, started
 from tiny import GPT, batches, run_config
 
 from jaxgpt.data import open_mixture
-from jaxgpt.processes.peers import LOST
+from jaxgpt.errors import RESUMABLE
 from jaxgpt.training import checkpoint, metrics, parity
-from jaxgpt.training.signals import RESUMABLE
 
 HOST = socket.gethostname()
 MESHES = {2: ("data=2,tensor=2", "pipe=2,fsdp=2"), 4: ("fsdp=2,tensor=2",)}
@@ -171,7 +170,7 @@ def test_one_is_killed_the_others_name_it_and_the_same_command_resumes_bit_for_b
         found = ended(processes, within=60)
     assert found[killed][0] == -signal.SIGKILL
     status, said = found[1 - killed]
-    assert status == LOST, said
+    assert status == RESUMABLE, said
     assert f"jaxgpt: error: process {killed} on {HOST} is gone" in said
     assert "Traceback" not in said
     with several(where, mesh=MESH) as processes:

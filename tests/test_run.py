@@ -18,9 +18,8 @@ import pytest
 from bigram import Bigram, Tree, config, last_arrays, losses, snapshot, text
 
 from jaxgpt.data import training_batch
-from jaxgpt.errors import UserError
+from jaxgpt.errors import RESUMABLE, UserError
 from jaxgpt.training import checkpoint, curve, folder, metrics, run
-from jaxgpt.training.signals import RESUMABLE
 
 pytest_plugins = ["run_fixtures"]
 

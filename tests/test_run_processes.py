@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from bigram import config, finish, last_arrays, losses, start, wait_for
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import RESUMABLE, UserError
 from jaxgpt.training import checkpoint, run
-from jaxgpt.training.signals import RESUMABLE
 
 pytest_plugins = ["run_fixtures"]
 

@@ -2,8 +2,9 @@
 
 Every process has a line to process 0 and a thread that watches it. A connection that closes, or over which nothing has
 come for SILENT seconds, is a process that is gone: process 0 names it, tells the others, and all end with the status
-LOST; where process 0 itself is gone, each says so. What ends one process with an error goes to process 0, which says it
-once for all. The thread ends its process whatever the main thread waits for, so that nobody hangs in a collective.
+RESUMABLE; where process 0 itself is gone, each says so. What ends one process with an error goes to process 0, which
+says it once for all. The thread ends its process whatever the main thread waits for, so that nobody hangs in a
+collective.
 """
 
 import os
@@ -16,15 +17,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import RESUMABLE, UserError
 from jaxgpt.processes import lines
 from jaxgpt.processes.gate import Gate
 from jaxgpt.processes.launch import Launch, seconds
 from jaxgpt.processes.lines import Line, Message
 
-LOST = 75
-"""Exit status where another process is gone: EX_TEMPFAIL of sysexits.h, since the same command goes on from the last
-checkpoint."""
 BEAT = 2.0
 """Seconds between signs of life."""
 SILENT = 30.0
@@ -214,7 +212,9 @@ class Peers:
                 self._gone(line, f"nothing was heard of it for {SILENT:g} s")
 
     def _gone(self, line: Line, how: str) -> NoReturn:
-        self.end(f"{self.name(line.index)} is gone ({how}); the same command goes on from the last checkpoint", LOST)
+        self.end(
+            f"{self.name(line.index)} is gone ({how}); the same command goes on from the last checkpoint", RESUMABLE
+        )
 
     def _judge(self) -> None:
         """On process 0: says what has failed, when all have or the time for it is over, and ends all."""

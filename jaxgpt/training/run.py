@@ -11,7 +11,7 @@ import jax
 
 from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import Mixture, Tokenizer, cache_folder, given_tokenizer, load_tokenizer, open_text
-from jaxgpt.errors import UserError, require
+from jaxgpt.errors import RESUMABLE, UserError, require
 from jaxgpt.inference.sampling import Sampling
 from jaxgpt.inference.text import write
 from jaxgpt.interop import beside, models
@@ -26,7 +26,6 @@ from jaxgpt.training.loop import Begin, Loop
 from jaxgpt.training.program import Program
 from jaxgpt.training.resume import restore_last
 from jaxgpt.training.retention import LAST
-from jaxgpt.training.signals import RESUMABLE
 
 SAMPLE_TOKENS = 200
 """Tokens of the sample drawn at the end."""

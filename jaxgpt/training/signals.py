@@ -14,8 +14,6 @@ from types import FrameType, TracebackType
 ENDS = (signal.SIGINT, signal.SIGTERM)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (*ENDS, *WARNINGS)
-RESUMABLE = 75
-"""Exit status of a run that a signal ended and that is saved: EX_TEMPFAIL of sysexits.h, whatever the signal was."""
 
 
 class StopSignals:
