@@ -85,14 +85,14 @@ def decide(config: RunConfig, skipped: int) -> Decision:
 def record(run: Path, metrics: Metrics | Unwritten, step: int, first: int, culprit: Culprit, action: Decision) -> Path:
     """Writes down what is known of a step that is not finite, whose samples begin at `first` of the run's; of several
     processes the first alone. Returns the file. Raises UserError where it cannot be written."""
+    if not together.is_first():
+        return run / FOLDER / f"step-{step}.json"
     known: dict[str, Any] = asdict(culprit) | {
         "action": action,
         "samples": list(culprit.samples),
         "positions": [first + sample for sample in culprit.samples],
     }
     known = {name: value for name, value in known.items() if value is not None}
-    if not together.is_first():
-        return run / FOLDER / f"step-{step}.json"
     where, content = run / FOLDER, (json.dumps({"step": step} | known, indent=1) + "\n").encode()
     try:
         where.mkdir(exist_ok=True)

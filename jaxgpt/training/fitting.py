@@ -72,10 +72,11 @@ def _config(config: RunConfig, steps: int, fields: dict[str, Any]) -> RunConfig:
 
 def _batches(text: Text, config: RunConfig) -> Iterator[loader.Batch]:
     tokens, seq, count = text.tokens, config.model.seq, config.global_batch
+    samples = loader.samples_in(tokens, seq)
     for step in range(config.steps):
-        first = step * count
-        drawn = loader.training_batch(tokens, seq, config.seed, first, count)
-        places = np.arange(first, first + count)
-        starts = loader.sample_starts(len(tokens), loader.samples_in(tokens, seq), seq, config.seed, places)
-        begins = loader.begins(text.documents, starts, seq + 1)
+        places = np.arange(step * count, (step + 1) * count)
+        starts = loader.sample_starts(len(tokens), samples, seq, config.seed, places)
+        drawn = np.empty((count, seq + 1), np.int32)
+        loader.copy_rows(tokens, starts, drawn, range(count))
+        begins = None if config.documents == "joined" else loader.begins(text.documents, starts, seq + 1)
         yield loader.at_edges(drawn[:, :-1], drawn[:, 1:], begins, config.documents)

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxgpt.training.microbatch import BLOCKS
+
 Space = jax.memory.Space
 Arrays = dict[str, jax.Array]
 State = dict[str, Any]
-BLOCKS = "blocks."
 HOST = "pinned_host"
 """JAX's name of the host's memory that devices read and write by themselves."""
 KINDS = ("params", "mu", "nu")
