@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from jaxgpt.errors import UserError
+from jaxgpt.processes.together import EVERYONE
 from jaxgpt.training import manifest, retention, zarr
 from jaxgpt.training.chunks import Index
-from jaxgpt.training.group import ALONE, PATIENCE, Group
+from jaxgpt.training.group import PATIENCE, Group
 from jaxgpt.training.manifest import DamagedCheckpoint, Manifest, Shape, path, steps
 from jaxgpt.training.manifest import read as read_manifest
 from jaxgpt.training.retention import clear_partial, set_aside
@@ -45,7 +46,7 @@ class Writer:
     """Saves checkpoints into a folder, one at a time in the background. The last `keep` of them stay, those of every
     `every`-th step (0: none for that), and the best."""
 
-    def __init__(self, folder: Path, keep: int, every: int = 0, group: Group = ALONE) -> None:
+    def __init__(self, folder: Path, keep: int, every: int = 0, group: Group = EVERYONE) -> None:
         """`group`: the processes that save together, each with a Writer of its own on the same folder."""
         self.folder, self.keep, self.every = folder, keep, every
         self.last = max(steps(folder), default=None)

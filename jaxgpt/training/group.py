@@ -1,6 +1,5 @@
 """What the processes of a run agree on outside of the devices' programs: that a checkpoint is written, or whole."""
 
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 PATIENCE = 3600.0
@@ -26,18 +25,3 @@ class Group(Protocol):
         A name may be used again: of one name, every process makes its calls in the same order. Raises TimeoutError
         where another has said nothing after `timeout` seconds.
         """
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A run of one process."""
-
-    index: int = 0
-    count: int = 1
-
-    def exchange(self, name: str, said: str, timeout: float) -> list[str]:
-        """What it says itself."""
-        return [said]
-
-
-ALONE = Alone()

@@ -89,8 +89,7 @@ class Loop:
             self._spikes = faults.Spikes(self.config.spike, records)
             factor = 0.0 if in_notebook() else self.config.watchdog
             self.watchdog = stack.enter_context(Watchdog(self.run, factor, self.config.log_every, self._collectives))
-            keep, every = self.config.keep, self.config.keep_every
-            self._writer = Writer(self.run / "checkpoints", keep, every, together.EVERYONE)
+            self._writer = Writer(self.run / "checkpoints", self.config.keep, self.config.keep_every)
             stack.callback(self._writer.close)
             traced = self.config.profile_steps() if first else None
             self._tracer = Tracer(traced, self.run / "profile", self.console.say)

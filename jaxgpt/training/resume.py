@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import UserError
+from jaxgpt.processes.together import EVERYONE
 from jaxgpt.training import checkpoint
 from jaxgpt.training.checkpoint import DamagedCheckpoint, Shape
-from jaxgpt.training.group import ALONE, PATIENCE, Group
+from jaxgpt.training.group import PATIENCE, Group
 from jaxgpt.training.retention import LAST, find
 
 Tree = dict[str, Any]
@@ -67,7 +68,7 @@ def restore_last(
     *,
     wanted: str = LAST,
     strict: bool = False,
-    group: Group = ALONE,
+    group: Group = EVERYONE,
 ) -> Restored | None:
     """The arrays that `targets` names, from the last checkpoint that is whole; None where there is no checkpoint.
 

@@ -318,9 +318,9 @@ def _begin(run: Path, program: Program, console: Console, source: models.Model |
     if together.is_first():
         checkpoint.clear_partial(checkpoints)
     together.wait("what was half written is removed")
-    strict, all_of_them = program.config.resume == "strict", together.EVERYONE
+    strict = program.config.resume == "strict"
     say, targets = console.fallback, program.targets()
-    restored = restore_last(checkpoints, targets, program.logical, say, program.rows, strict=strict, group=all_of_them)
+    restored = restore_last(checkpoints, targets, program.logical, say, program.rows, strict=strict)
     if restored is None and source is not None:
         console.say(f"parameters: from {source.path}")
         return Begin(program.begin_with(source.onto(program.table, program.shardings)), 0, None)
