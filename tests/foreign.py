@@ -1,12 +1,15 @@
 """Tiny models of every family that others know, and programs on meshes."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 from tiny import GPT, LLAMA, run_config
 
 from jaxgpt.config import ModelConfig, RopeScaling
+from jaxgpt.data.tokenizer import BytesTokenizer
+from jaxgpt.interop.export import export
 from jaxgpt.sharding.mesh import build, parse
 from jaxgpt.training.program import Program
 
@@ -44,6 +47,14 @@ def drawn(of: Program, seed: int = 0) -> dict[str, jax.Array]:
             padded = np.stack([padded[layer] if layer >= 0 else np.zeros_like(padded[0]) for layer in p.rows])
         found[name] = jax.device_put(padded, of.shardings[name])
     return found
+
+
+def exported(folder: Path, model: ModelConfig) -> Path:
+    """The folder, with the model drawn and exported to "model", whose tokens are bytes, and a text to train on."""
+    of = program(model)
+    export(folder / "model", model, drawn(of), of.in_order, BytesTokenizer(), {})
+    (folder / "text.txt").write_text("the same words again and again, " * 60)
+    return folder
 
 
 def in_order(of: Program, params: dict[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -4,13 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from foreign import FAMILIES, drawn, program
+from foreign import FAMILIES, exported
 from quickly import unoptimized
 
 import jaxgpt
-from jaxgpt.data.tokenizer import BytesTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.interop.export import export
 
 MESH = "fsdp=2,tensor=2"
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 13)).astype(np.int32)
@@ -24,12 +22,7 @@ def cheaply():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    model = dataclasses.replace(FAMILIES["llama"], vocab=256, layers=3)
-    of = program(model)
-    path = tmp_path_factory.mktemp("loaded")
-    export(path / "model", model, drawn(of), of.in_order, BytesTokenizer(), {})
-    (path / "text.txt").write_text("the same words again and again, " * 60)
-    return path
+    return exported(tmp_path_factory.mktemp("loaded"), dataclasses.replace(FAMILIES["llama"], vocab=256, layers=3))
 
 
 @pytest.fixture

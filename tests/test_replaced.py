@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from foreign import FAMILIES, drawn, program
+from foreign import FAMILIES, exported
 from quickly import unoptimized
 
 import jaxgpt
-from jaxgpt.data.tokenizer import BytesTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.interop.export import export
 
 MESHES = ["data=2,fsdp=2", "tensor=4", "context=2,tensor=2", "pipe=2"]
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
@@ -53,12 +51,7 @@ def cheaply():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    model = dataclasses.replace(FAMILIES["qwen2"], vocab=256)
-    of = program(model)
-    path = tmp_path_factory.mktemp("replaced")
-    export(path / "model", model, drawn(of), of.in_order, BytesTokenizer(), {})
-    (path / "text.txt").write_text("the same words again and again, " * 60)
-    return path
+    return exported(tmp_path_factory.mktemp("replaced"), dataclasses.replace(FAMILIES["qwen2"], vocab=256))
 
 
 @pytest.fixture
