@@ -19,7 +19,7 @@ from bigram import Bigram, Tree, config, last_arrays, losses, snapshot, text
 
 from jaxgpt.data import training_batch
 from jaxgpt.errors import RESUMABLE, UserError
-from jaxgpt.training import checkpoint, curve, folder, metrics, run
+from jaxgpt.training import checkpoint, curve, folder, metrics, run, watchdog
 
 pytest_plugins = ["run_fixtures"]
 
@@ -37,6 +37,25 @@ def stop_after(step: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatc
         return result
 
     monkeypatch.setattr(Bigram, "step", watched)
+
+
+def test_the_first_step_may_compile_as_long_as_it_needs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, done = Bigram.step, []
+    seen: list[tuple[str, float | None]] = []
+
+    def watched(self: Bigram, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        seen.append(dogs[-1].limit())
+        return real(self, state, batch)
+
+    dogs: list[watchdog.Watchdog] = []
+    monkeypatch.setattr(watchdog.Watchdog, "__enter__", lambda self: dogs.append(self) or self)
+    monkeypatch.setattr(watchdog.Watchdog, "__exit__", lambda self, *error: done.append(error))
+    monkeypatch.setattr(Bigram, "step", watched)
+    run.train(config(data), tmp_path / "run")
+    assert seen[0] == ("compile", None)
+    assert {name for name, _ in seen[1:]} == {"step"}
 
 
 def test_a_run_leaves_all_that_it_promises(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

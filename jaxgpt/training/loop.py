@@ -6,7 +6,7 @@ the host never waits for the devices. What a step that goes wrong leads to is de
 
 import dataclasses
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -159,7 +159,8 @@ class Loop:
         placed = self.program.place_own(batch)
         if "undone" in self._latest:
             placed["undone"] = self._latest["undone"]
-        with self._tracer.step(step, self._latest):
+        compiles = self.watchdog.phase("compile") if step == self._begin[0] + 1 else nullcontext()
+        with self._tracer.step(step, self._latest), compiles:
             self.state, self._latest = self.program.step(self.state, placed)
         self.done = step
         # Of a step before this one: read while this one runs.
