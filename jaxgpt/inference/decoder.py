@@ -32,7 +32,7 @@ from jaxgpt.training.step import Arrays, Step, on_mesh, state_specs
 
 Group = tuple[jax.Array, jax.Array]
 Cache = list[Group]
-"""Keys and values of each group of layers, [layers, B, M, L, K]."""
+"""Keys and values of each group of layers, [layers, B, M, L, K]; of a layer alone, [B, M, L, K]."""
 Weights = tuple[Arrays, list[Arrays]]
 """Embedding, final norm and head; and the blocks, in groups of layers."""
 POSITION = "embedding.position.weight"
@@ -84,8 +84,12 @@ class Decoder:
         placement = self.step.placement
         if placement.stages > 1:
             return [placement.longest] * placement.chunks
-        alone = self.mesh.devices.flat[0].platform == "cpu"
-        return [1] * placement.layers if alone else [placement.layers]
+        return [1] * placement.layers if self._alone else [placement.layers]
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether each layer is a group of its own."""
+        return self.step.placement.stages == 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     def _on_mesh(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         return on_mesh(self.step, self.mesh, function, inputs, outputs, split_sequence=False)
@@ -121,17 +125,22 @@ class Decoder:
 
     @cached_property
     def _cache_specs(self) -> list[tuple[PartitionSpec, PartitionSpec]]:
-        manual = PartitionSpec(self._pipe, self._batch, None, None, None)
+        manual = PartitionSpec(*self._lead(self._pipe), self._batch, None, None, None)
         return [(manual, manual)] * len(self.groups)
+
+    def _lead(self, stacked: Any) -> tuple[Any, ...]:
+        """What a cache has before its batch. A layer alone has no dimension for it: with one, XLA on CPU copies the
+        whole cache several times a token, since it writes to it under two shapes."""
+        return () if self._alone else (stacked,)
 
     def new_cache(self, rows: int, slots: int) -> Cache:
         """An empty cache, on the devices."""
         split = TENSOR if TENSOR in self.step.layout.rows.activations["kv_heads"] else None
-        where = NamedSharding(self.mesh, PartitionSpec(self._pipe, self._batch, split, None, None))
-        lead, rest = self.step.placement.stages, (rows, self.step.layout.kv_heads, slots, self.model.head)
+        where = NamedSharding(self.mesh, PartitionSpec(*self._lead(self._pipe), self._batch, split, None, None))
+        stages, rest = self.step.placement.stages, (rows, self.step.layout.kv_heads, slots, self.model.head)
 
         def zeros(size: int) -> jax.Array:
-            return jnp.zeros((size * lead, *rest), self.step.dtype, device=where)
+            return jnp.zeros((*self._lead(size * stages), *rest), self.step.dtype, device=where)
 
         return [(zeros(size), zeros(size)) for size in self.groups]
 
@@ -259,8 +268,7 @@ class Decoder:
 
             return run() if self.step.placement.full else lax.cond(layer >= 0, run, lambda: (x, (keys, values)))
 
-        if len(layers) > 1:
+        if not self._alone:
             return lax.scan(one, x, (weights, cache, layers))
-        first = jax.tree.map(lambda a: lax.index_in_dim(a, 0, keepdims=False), (weights, cache, layers))
-        y, group = one(x, first)
-        return y, jax.tree.map(lambda a: lax.expand_dims(a, (0,)), group)
+        first = jax.tree.map(lambda a: lax.index_in_dim(a, 0, keepdims=False), (weights, layers))
+        return one(x, (first[0], cache, first[1]))
