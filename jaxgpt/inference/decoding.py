@@ -10,7 +10,7 @@ from jaxtyping import Float
 from jaxgpt.inference.decoder import Cache, Decoder
 
 CHUNK = 64
-"""Tokens of a prompt that are read at once."""
+"""Tokens of a prompt that are read at once; of prompts that are all short, half as many."""
 
 
 @runtime_checkable
@@ -32,9 +32,16 @@ class Ahead(Writing, Protocol):
     def likeliest(self, rounds: int) -> Iterator[list[int]]: ...
 
 
+def enough(slots: int) -> int:
+    """Slots of a cache with room for so many: the least of 4, 5, 6 or 7 times a power of two. Every token reads the
+    whole cache, and every size is compiled: so at most a quarter is too much, and there are four sizes an octave."""
+    step = 1 << max(0, (slots - 1).bit_length() - 3)
+    return -(-slots // step) * step
+
+
 class Decoding:
-    """A batch of texts on a mesh. Two programs run, one for a chunk of the prompts and one for a token, whatever the
-    lengths."""
+    """A batch of texts on a mesh. Two programs run, one for a chunk of the prompts and one for a token, for all lengths
+    that the same cache has room for."""
 
     def __init__(self, decoder: Decoder, params: dict[str, jax.Array]) -> None:
         self._decoder = decoder
@@ -58,7 +65,9 @@ class Decoding:
         """
         model = self._decoder.model
         self._count = len(texts)
-        filled = -(-max(map(len, texts)) // CHUNK) * CHUNK
+        longest = max(map(len, texts))
+        chunk = CHUNK if longest > CHUNK // 2 else CHUNK // 2
+        filled = -(-longest // chunk) * chunk
         rows = -(-self._count // self._decoder.rows) * self._decoder.rows
         self._make_room(rows, min(filled + room, -(-model.seq // CHUNK) * CHUNK + CHUNK))
         tokens = np.zeros((rows, filled), np.int32)
@@ -67,8 +76,8 @@ class Decoding:
             tokens[row, filled - len(text) :] = text
             starts[row] = filled - len(text)
         self._starts, self._slot = self._decoder.place(starts), 0
-        for first in range(0, filled, CHUNK):
-            self._logits = self._read(tokens[:, first : first + CHUNK])
+        for first in range(0, filled, chunk):
+            self._logits = self._read(tokens[:, first : first + chunk])
         return self._on_host(self._logits)
 
     def next(self, tokens: Sequence[int]) -> Float[np.ndarray, "B V"]:
@@ -90,10 +99,10 @@ class Decoding:
             yield np.asarray(now)[: self._count, 0].tolist()
 
     def _make_room(self, rows: int, slots: int) -> None:
-        """A cache of so many slots at least: of a power of two, so that few sizes are ever compiled."""
+        """A cache of so many slots at least."""
         if self._shape[0] == rows and self._shape[1] >= slots:
             return
-        self._shape = (rows, 1 << (slots - 1).bit_length())
+        self._shape = (rows, enough(slots))
         self._cache = []
         self._cache = self._decoder.new_cache(*self._shape)
 

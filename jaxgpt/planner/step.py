@@ -65,7 +65,8 @@ class _Step:
 
     def time(self) -> Time:
         """All parts. What is computed counts as if blocks were shared evenly by the stages; all that a stage waits
-        beside that, for others or for the longest part, is the bubble; of devices that share one processor, nothing."""
+        beside that, for others or for the longest part, is the bubble. It is so of devices that share a processor, too:
+        what one leaves of it the others could use, but all meet several times a tick, and so four fifths were lost."""
         plan, costs = self.plan, self.costs
         block, longest = self._blocks()
         share = self.microbatches * costs.model.layers / plan.pipe
@@ -82,7 +83,7 @@ class _Step:
         return Time(
             computation=computation,
             exposed={axis: seconds for axis, seconds in sent.items() if seconds > 0},
-            bubble=0.0 if costs.hardware.shared else max(0.0, bubble),
+            bubble=max(0.0, bubble),
             optimizer=self._optimizer(),
             offload=self._offload(),
         )
