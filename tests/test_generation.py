@@ -10,7 +10,7 @@ from quickly import unoptimized
 
 from jaxgpt.data.tokenizer import BytesTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.inference.decoding import CHUNK, Decoding
+from jaxgpt.inference.decoding import CHUNK, Decoding, enough
 from jaxgpt.inference.generate import Row, generate
 from jaxgpt.inference.sampling import Sampling
 from jaxgpt.inference.text import write
@@ -106,8 +106,14 @@ def test_one_program_reads_prompts_of_any_length_and_one_writes():
         writing.start([[1] * length], 60)
         writing.next([2])
         writing.next([3])
-    # a chunk and a token, in caches of 128, 256 slots
-    assert of.decoder.extend._cache_size() <= 4
+    # a chunk and a token, in caches of 96, 192, 256 slots
+    assert of.decoder.extend._cache_size() <= 6
+
+
+def test_a_cache_has_room_and_few_sizes():
+    sizes = [enough(slots) for slots in range(1, 1025)]
+    assert all(slots <= size < 1.5 * slots for slots, size in enumerate(sizes, 1))
+    assert len(set(sizes)) == 20
 
 
 def texts(of, params, prompts, count, sampling, seq=16):

@@ -33,10 +33,10 @@ class Ahead(Writing, Protocol):
 
 
 def enough(slots: int) -> int:
-    """Slots of a cache with room for so many: the least of 4, 5, 6 or 7 times a power of two. Every token reads the
-    whole cache, and every size is compiled: so at most a quarter is too much, and there are four sizes an octave."""
-    step = 1 << max(0, (slots - 1).bit_length() - 3)
-    return -(-slots // step) * step
+    """Slots of a cache with room for so many: a power of two, or three quarters of one. Every token reads the whole
+    cache, and every size is compiled: so less than half as much again is read in vain, and there are two sizes an octave."""
+    whole = 1 << (slots - 1).bit_length()
+    return whole * 3 // 4 if slots <= whole * 3 // 4 else whole
 
 
 class Decoding:
