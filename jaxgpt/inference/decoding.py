@@ -34,7 +34,7 @@ class Ahead(Writing, Protocol):
 
 def enough(slots: int) -> int:
     """Slots of a cache with room for so many: a power of two, or three quarters of one. Every token reads the whole
-    cache, and every size is compiled: so less than half as much again is read in vain, and there are two sizes an octave."""
+    cache, and every size is compiled: less than half as much again is read in vain, of two sizes an octave."""
     whole = 1 << (slots - 1).bit_length()
     return whole * 3 // 4 if slots <= whole * 3 // 4 else whole
 
