@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quickly import unoptimized
 from tiny import FAMILIES, batches, run_config
 
 from jaxgpt.errors import UserError
 from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.schedule import SCHEDULES, schedule
+from jaxgpt.planner.choose import search
+from jaxgpt.planner.hardware import find
 from jaxgpt.sharding import mesh
 from jaxgpt.training import parity
 
@@ -90,6 +93,12 @@ def test_it_must_be_of_the_mesh_and_of_the_batch(file):
     assert any("--schedule gpipe: does nothing beside" in note for note in mesh.check(beside, mesh.parse("pipe=2")))
 
 
+def test_a_plan_has_none(file):
+    config = run_config(FAMILIES["gpt"], schedule_file=str(file(GOOD)), mesh="pipe=2")
+    with pytest.raises(UserError, match=r"--schedule-file .*: a plan chooses .*; leave it out, or train with a --mesh"):
+        search(config, find("h100"), 2, {"mesh"})
+
+
 MIXED = """
 F0 .  | .  .
 .  F0 | F1 B0
@@ -103,5 +112,6 @@ W1 .  | .  .
 
 def test_a_run_by_it_has_the_numbers_of_one_device_whatever_its_slots_hold(file):
     config = run_config(FAMILIES["gpt"], schedule_file=str(file(MIXED)), micro_batch=16)
-    ours, ones = (parity.trace(config, each, batches(config, 2)) for each in ("pipe=2", "data=1"))
+    with unoptimized():
+        ours, ones = (parity.trace(config, each, batches(config, 2)) for each in ("pipe=2", "data=1"))
     assert all(each.holds for each in parity.differences(ones, ours))
