@@ -175,7 +175,7 @@ def test_check_refuses_what_zero_and_sequence_parallelism_cannot_divide(text, fi
         (
             "pipe=4",
             {"schedule": "interleaved", "virtual_stages": 3},
-            "--layers 8: must be at least the 12 parts of pipe=4 x --virtual-stages 3 (--mesh pipe=4)",
+            "--virtual-stages 3: pipe=4 x 3 are 12 parts, more than --layers 8; give at most 2 (--mesh pipe=4)",
         ),
         (
             "pipe=4,data=2",

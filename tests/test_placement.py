@@ -68,8 +68,9 @@ def test_rows_of_uneven_and_of_interleaved_stages() -> None:
     ("layers", "stages", "chunks", "wanted", "says"),
     [
         (3, 4, 1, "auto", "--layers 3: must be at least the 4 parts of pipe=4"),
-        (5, 2, 3, "auto", "--layers 5: must be at least the 6 parts of pipe=2 x --virtual-stages 3"),
-        (30, 4, 1, "7,8,8", "--stages 7,8,8: must name the 4 parts of pipe=4"),
+        (5, 2, 3, "auto", "--virtual-stages 3: pipe=2 x 3 are 6 parts, more than --layers 5; give at most 2"),
+        (3, 2, 3, "auto", "--layers 3: must be at least the 6 parts of pipe=2 x --virtual-stages 3"),
+        (30, 4, 1, "7,8,8", "--stages 7,8,8: must name the 4 parts of pipe=4; for example 7,7,8,8"),
         (30, 4, 1, "7,8,8,8", "--stages 7,8,8,8: must sum to --layers 30, not to 31"),
         (30, 4, 1, "15,15,0,0", "--stages 15,15,0,0: must be"),
         (30, 4, 1, "7,8,8,-7", "--stages 7,8,8,-7: must be"),

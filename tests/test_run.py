@@ -1,5 +1,6 @@
 """Runs: resumed bit for bit after any end, refused in one line, nothing of the user's lost or overwritten."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from bigram import Bigram, Tree, config, last_arrays, losses, snapshot, text
 
+from jaxgpt.config import to_json
 from jaxgpt.data import training_batch
 from jaxgpt.errors import RESUMABLE, UserError
 from jaxgpt.training import checkpoint, curve, folder, metrics, run, watchdog
@@ -309,6 +311,18 @@ def test_evaluation_is_exact_on_every_mesh(mesh: str, data: Path, straight: Path
     assert found.loss == pytest.approx(nats.mean(), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(nats.mean()), rel=1e-4)
     assert found.bits_per_byte == pytest.approx(nats.sum() / math.log(2) / len(tokens), rel=1e-5)
+
+
+def test_a_ring_is_left_where_a_run_opens_in_a_pipeline(straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = folder.stored_config(straight)
+    model = dataclasses.replace(stored.model, layers=2)
+    ringed = dataclasses.replace(stored, model=model, context_attention="ring")
+    (straight / "config.json").write_text(to_json(ringed))
+    opened = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(run, "Program", opened)
+    with pytest.raises(InterruptedError):
+        run.evaluate(straight, mesh="pipe=2,context=2")
+    assert opened.call_args.args[0].context_attention == "auto"
 
 
 def test_evaluation_of_a_runs_own_validation_part_is_what_training_ended_with(straight: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from jaxgpt.errors import UserError
-from jaxgpt.pipeline import picture
+from jaxgpt.pipeline import picture, placement
 from jaxgpt.pipeline.buffers import Plan, plan
 from jaxgpt.pipeline.checker import check
 from jaxgpt.pipeline.schedule import (
@@ -22,6 +23,7 @@ from jaxgpt.pipeline.schedule import (
     one_f_one_b,
     schedule,
 )
+from jaxgpt.planner.pipeline import Pipeline
 
 STAGES = (1, 2, 3, 4, 5, 8, 11, 16)
 SIZES = [(p, m) for p in STAGES for m in (1, 2, 3, 4, 7, 8, 16, 31, 128)]
@@ -318,6 +320,15 @@ def test_rings_are_as_long_as_they_must_be():
         assert plan(schedule("zero-bubble", p, 4 * p)).residuals == p
 
 
+def test_shorter_parts_wait_for_the_longest_where_they_run_beside_it():
+    """Forwards take 3, 4 and 4, backwards 8, 8 and 6, of which stages of 3 and 4 layers work 18 and 24."""
+    table = schedule("gpipe", 2, 2)
+    found = Pipeline(table, placement.place(7, 2, 1, "3,4"), check(table), plan(table))
+    assert found.idle_share == pytest.approx(1 - 42 / (2 * 33))
+    even = Pipeline(table, placement.place(8, 2, 1, "auto"), check(table), plan(table))
+    assert even.idle_share == pytest.approx(check(table).idle_share())
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_picture_in_text(name):
     v = 2 if name == "interleaved" else 1
@@ -341,5 +352,13 @@ def test_the_picture_as_png(tmp_path: Path):
         picture.png(schedule(name, p, m, v), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".png"] * 3
-    with pytest.raises(UserError, match="cannot be written"):
-        picture.png(schedule("1f1b", 1, 1), tmp_path / "absent" / "a.png")
+    for name, says in (("absent/a.png", "cannot be written"), ("1f1b.png", "is there already")):
+        with pytest.raises(UserError, match=f"^--picture {tmp_path / name}: {says}"):
+            picture.png(schedule("1f1b", 1, 1), tmp_path / name)
+
+
+def test_the_title_of_a_png_of_many_stages_does_not_run_off(tmp_path: Path):
+    picture.png(schedule("gpipe", 40, 1), tmp_path / "wide.png")
+    title = imread(tmp_path / "wide.png")[:60, :, :3]
+    assert title.min() < 0.5  # it is there
+    assert title[:, :10].min() == title[:, -10:].min() == 1

@@ -90,6 +90,9 @@ def _check_shapes(schedule: Schedule) -> None:
         )
         shaped = f"{array} has shape {value.shape}, must have {expected}: ticks, slots, stages"
         _require(schedule, value.shape == expected, shaped)
+    forwards, places = schedule.parts * schedule.microbatches, schedule.operation.size
+    few = f"{schedule.microbatches} microbatches in {schedule.parts} parts are {forwards} forwards, and it has {places}"
+    _require(schedule, forwards <= places, f"{few} places: number microbatches and chunks from 0, with none left out")
 
 
 def _check_entries(schedule: Schedule) -> None:

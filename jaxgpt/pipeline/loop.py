@@ -164,30 +164,33 @@ class _Loop(NamedTuple):
     def tick(self, carry: tuple[jax.Array, Weights, Waiting], row: dict[str, jax.Array]) -> tuple[Any, None]:
         """row: the tables' rows of this tick."""
         loss, gradients, waiting = carry
+        y: Any = None
+        dx: Any = None
         stage = here(self.schedule.stages)
         mine = {n: lax.dynamic_index_in_dim(a, stage, -1, keepdims=False) for n, a in row.items() if n not in MEETINGS}
         ends = self.ops.ends()
         dends: Weights = {}
-        # a stage runs one operation in a slot, so it may read what another's branch would have written in it
+        # a stage runs one operation in a slot, so it may read what another's branch would have written in it; of a tick
+        # it sends one activation and one gradient, whichever slot they are made in
         for slot, allowed in enumerate(self.schedule.slots):
             here_now = {n: a[slot] for n, a in mine.items() if n not in ARRIVALS}
             at = _Slot(slot, here_now, {n: row[n][slot] for n in MEETINGS})
             if FORWARD in allowed:
-                y, waiting = self.forward(at, ends, waiting)
-                more, dends, waiting = self.head(at, ends, y, waiting)
-                loss = loss + more
+                y, waiting = self.forward(at, ends, y, waiting)
+                more, of_head, waiting = self.head(at, ends, y, waiting)
+                loss, dends = loss + more, dends | {n: dends[n] + d if n in dends else d for n, d in of_head.items()}
             if BACKWARD in allowed:
-                gradients, dx = self.backward(at, gradients, waiting)
+                gradients, dx = self.backward(at, gradients, dx, waiting)
             if INPUT in allowed:
-                dx, waiting = self.to_input(at, waiting)
+                dx, waiting = self.to_input(at, dx, waiting)
             if {BACKWARD, INPUT} & allowed:
                 dends = self.finish(at, ends, dx, dends)
             if WEIGHTS in allowed:
                 gradients = self.to_weights(at, gradients, waiting)
         return (loss, self.ops.add(gradients, dends), self.exchange(mine, y, dx, waiting)), None
 
-    def forward(self, at: "_Slot", ends: Weights, waiting: Waiting) -> tuple[jax.Array, Waiting]:
-        """This stage's forward, if it has one in the slot; before it, the lookup for the first part."""
+    def forward(self, at: "_Slot", ends: Weights, y: jax.Array | None, waiting: Waiting) -> tuple[jax.Array, Waiting]:
+        """This stage's forward, if it has one in the slot, else y; before it, the lookup for the first part."""
         first, one = at.meeting["first_forward"], self.one(at.mine["microbatch"])
         looked_up = self.when(
             first >= 0, self.meetings("first_forward", at), lambda: self.ops.lookup(ends, self.one(first)), None
@@ -198,14 +201,14 @@ class _Loop(NamedTuple):
             is_first = self.part(at) == 0
             start = partial(self.ops.start, ends, looked_up, one)
             x = lax.cond(is_first, lambda: self._varying(start()), lambda: self._varying(x))
-            y, place = self.ops.forward(at.mine["chunk"], x, one, Place(waiting.residuals, at.mine["residual"]))
-            return y, place.ring
+            made, place = self.ops.forward(at.mine["chunk"], x, one, Place(waiting.residuals, at.mine["residual"]))
+            return made, place.ring
 
         def otherwise() -> tuple[jax.Array, Any]:
-            return self.empty(jax.eval_shape(run)[0]), waiting.residuals
+            return self.empty(jax.eval_shape(run)[0]) if y is None else y, waiting.residuals
 
-        y, residuals = self.when(at.mine["operation"] == FORWARD, self.turns(FORWARD, at), run, otherwise)
-        return y, waiting._replace(residuals=residuals)
+        made, residuals = self.when(at.mine["operation"] == FORWARD, self.turns(FORWARD, at), run, otherwise)
+        return made, waiting._replace(residuals=residuals)
 
     def head(self, at: "_Slot", ends: Weights, y: jax.Array, waiting: Waiting) -> tuple[jax.Array, Weights, Waiting]:
         """The meeting for the microbatch whose last part has just run forward, if there is one."""
@@ -228,8 +231,10 @@ class _Loop(NamedTuple):
         from_head = _taken(waiting.heads, at.mine["head_take"])
         return jnp.where(is_last, from_head, _taken(waiting.gradients, at.mine["take"]))
 
-    def backward(self, at: "_Slot", gradients: Weights, waiting: Waiting) -> tuple[Weights, jax.Array]:
-        """This stage's backward, if it has one in the slot."""
+    def backward(
+        self, at: "_Slot", gradients: Weights, dx: jax.Array | None, waiting: Waiting
+    ) -> tuple[Weights, jax.Array]:
+        """This stage's backward, if it has one in the slot, else dx."""
         one = self.one(at.mine["microbatch"])
 
         def run() -> tuple[jax.Array, Weights]:
@@ -237,26 +242,26 @@ class _Loop(NamedTuple):
             return self.ops.backward(at.mine["chunk"], kept, self.arriving(at, waiting), one, gradients)
 
         def otherwise() -> tuple[jax.Array, Weights]:
-            dx, added = jax.eval_shape(run)
-            return self.empty(dx), {n: gradients[n] for n in added}
+            like, added = jax.eval_shape(run)
+            return self.empty(like) if dx is None else dx, {n: gradients[n] for n in added}
 
-        dx, added = self.when(at.mine["operation"] == BACKWARD, self.turns(BACKWARD, at), run, otherwise)
-        return gradients | added, dx
+        made, added = self.when(at.mine["operation"] == BACKWARD, self.turns(BACKWARD, at), run, otherwise)
+        return gradients | added, made
 
-    def to_input(self, at: "_Slot", waiting: Waiting) -> tuple[jax.Array, Waiting]:
-        """The first part of this stage's backward, if it has one in the slot."""
+    def to_input(self, at: "_Slot", dx: jax.Array | None, waiting: Waiting) -> tuple[jax.Array, Waiting]:
+        """The first part of this stage's backward, if it has one in the slot, else dx."""
         one = self.one(at.mine["microbatch"])
 
         def run() -> tuple[jax.Array, Any]:
             kept, into = Place(waiting.residuals, at.mine["residual"]), Place(waiting.splits, at.mine["split"])
-            dx, place = self.ops.to_input(at.mine["chunk"], kept, self.arriving(at, waiting), one, into)
-            return dx, place.ring
+            made, place = self.ops.to_input(at.mine["chunk"], kept, self.arriving(at, waiting), one, into)
+            return made, place.ring
 
         def otherwise() -> tuple[jax.Array, Any]:
-            return self.empty(jax.eval_shape(run)[0]), waiting.splits
+            return self.empty(jax.eval_shape(run)[0]) if dx is None else dx, waiting.splits
 
-        dx, splits = self.when(at.mine["operation"] == INPUT, self.turns(INPUT, at), run, otherwise)
-        return dx, waiting._replace(splits=splits)
+        made, splits = self.when(at.mine["operation"] == INPUT, self.turns(INPUT, at), run, otherwise)
+        return made, waiting._replace(splits=splits)
 
     def to_weights(self, at: "_Slot", gradients: Weights, waiting: Waiting) -> Weights:
         """The second part of this stage's backward, if it has one in the slot."""

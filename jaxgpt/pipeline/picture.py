@@ -3,7 +3,6 @@
 Drawn to scale with F = B = W = 1: a slot is as wide as its longest stage's operation, and takes no room where all idle.
 """
 
-import os
 import textwrap
 from pathlib import Path
 from typing import TypeAlias
@@ -26,6 +25,8 @@ MEANINGS = {
     WEIGHTS: "W backward towards the weights",
 }
 CUT = " ~ "
+TITLE = 150
+"""Most characters in a line of a PNG's title."""
 LABELLED = 400
 """Most operations in a PNG that are labelled with their microbatch; more are too narrow to be read."""
 
@@ -63,11 +64,11 @@ def summary(schedule: Schedule) -> str:
 
 
 def png(schedule: Schedule, path: Path) -> None:
-    """Draws it to path, which is replaced. UserError where it cannot be written."""
+    """Draws it to path. UserError where there is a file already, or it cannot be written."""
     figure = Figure(figsize=(12, 1.6 + 0.4 * schedule.stages), dpi=120, layout="constrained")
     axes = figure.subplots()
     _bars(axes, schedule)
-    axes.set_title(summary(schedule), fontsize="medium")
+    axes.set_title(textwrap.fill(summary(schedule), TITLE), fontsize="medium")
     axes.set_xlabel("time, in forwards of a microbatch on one stage")
     axes.set_yticks(range(schedule.stages), [f"stage {stage}" for stage in range(schedule.stages)])
     axes.set_ylim(schedule.stages - 0.5, -0.5)
@@ -75,13 +76,18 @@ def png(schedule: Schedule, path: Path) -> None:
     present = [each for each in MEANINGS if (schedule.operation == each).any()]
     handles = [Patch(color=COLORS[each], label=MEANINGS[each]) for each in present]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    drawn = path.with_name(path.name + ".partial")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes what --picture asks for as a PNG. UserError where there is a file already, or it cannot be written."""
     try:
-        figure.savefig(drawn, format="png")
-        os.replace(drawn, path)
+        with path.open("xb") as out:
+            figure.savefig(out, format="png")
+    except FileExistsError:
+        raise UserError(f"--picture {path}: is there already; give another name") from None
     except OSError as error:
-        drawn.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+        raise UserError(f"--picture {path}: cannot be written ({error.strerror or error})") from None
 
 
 def _bars(axes: Axes, schedule: Schedule) -> None:

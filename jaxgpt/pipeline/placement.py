@@ -66,13 +66,18 @@ def place(layers: int, stages: int, chunks: int, wanted: str) -> Placement:
     """
     parts = stages * chunks
     cut = f"pipe={stages}" + (f" x --virtual-stages {chunks}" if chunks > 1 else "")
+    fewer = layers // stages  # chunks that there are layers for
+    if chunks > fewer > 1:
+        few = f"pipe={stages} x {chunks} are {parts} parts, more than --layers {layers}"
+        raise UserError(f"--virtual-stages {chunks}: {few}; give at most {fewer}")
     require(layers >= parts, "--layers", layers, f"must be at least the {parts} parts of {cut}")
     if wanted == "auto":
         short, longer = divmod(layers, parts)
         return Placement(stages, chunks, tuple(short + (part >= parts - longer) for part in range(parts)))
-    counts = _counts(wanted)
-    require(len(counts) == parts, "--stages", wanted, f"must name the {parts} parts of {cut}")
-    require(sum(counts) == layers, "--stages", wanted, f"must sum to --layers {layers}, not to {sum(counts)}")
+    counts, even = _counts(wanted), ",".join(map(str, place(layers, stages, chunks, "auto").parts))
+    require(len(counts) == parts, "--stages", wanted, f"must name the {parts} parts of {cut}", f"for example {even}")
+    allowed = f"must sum to --layers {layers}, not to {sum(counts)}"
+    require(sum(counts) == layers, "--stages", wanted, allowed, f"for example {even}")
     return Placement(stages, chunks, counts)
 
 

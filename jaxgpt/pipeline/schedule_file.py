@@ -22,6 +22,11 @@ from jaxgpt.pipeline.schedule import BACKWARD, FORWARD, IDLE, INPUT, WEIGHTS, Sc
 
 LETTERS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHTS}
 IDLE_CELL = "."
+SIZES = {
+    "stages": "pipe in --mesh is",
+    "microbatches": "--global-batch and --micro-batch make",
+    "virtual stages": "--virtual-stages is",
+}
 Cell = tuple[int, int, int]
 """Operation, microbatch, chunk."""
 
@@ -32,7 +37,7 @@ def read(path: str | Path, sizes: tuple[int, int, int] | None = None) -> Schedul
     Raises UserError naming file, line and rule.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not text"
         raise UserError(f"--schedule-file {path}: cannot be read ({reason})") from None
@@ -42,18 +47,17 @@ def read(path: str | Path, sizes: tuple[int, int, int] | None = None) -> Schedul
     shapes = {n: [len(slot) for slot in slots] for n, slots in ticks}
     first = ticks[0][0]
     for n, shape in shapes.items():
-        if shape != shapes[first] or len(set(shape)) > 1:
+        if shape != shapes[first] or len(set(shape)) > 1 or not shape[0]:
             said = " and ".join(str(each) for each in shape)
             raise UserError(
                 f"--schedule-file {path}: line {n} has {said} cells in its slots; every slot of every line must have "
                 f"one cell a stage, as line {first} begins with {shapes[first][0]}"
             )
-    table = _table(str(path), np.array([slots for _, slots in ticks], np.int32))
+    table = _table(" ".join(str(path).split()), list(shapes), np.array([slots for _, slots in ticks], np.int32))
     ours = table.stages, table.microbatches, table.chunks
-    for name, has, needs in zip(("stages", "microbatches", "virtual stages"), ours, sizes or ours, strict=True):
+    for (name, flags), has, needs in zip(SIZES.items(), ours, sizes or ours, strict=True):
         if has != needs:
-            flags = "--mesh, --global-batch, --micro-batch and --virtual-stages"
-            raise UserError(f"--schedule-file {path}: is of {has} {name}, and {flags} make {needs}; change either")
+            raise UserError(f"--schedule-file {path}: is of {has} {name}, but {flags} {needs}; change either")
     return table
 
 
@@ -91,8 +95,8 @@ def _cell(path: str | Path, number: int, cell: str) -> Cell:
     return LETTERS[letter], int(microbatch), int(chunk or 0)
 
 
-def _table(name: str, cells: np.ndarray) -> Schedule:
-    """cells: [ticks, slots, stages, 3]."""
+def _table(name: str, lines: list[int], cells: np.ndarray) -> Schedule:
+    """lines: number of each tick's line; cells: [ticks, slots, stages, 3]."""
     operation, microbatch, chunk = np.moveaxis(cells, -1, 0)
     slots = tuple(frozenset(np.unique(operation[:, slot]).tolist()) - {IDLE} for slot in range(operation.shape[1]))
     stages, microbatches, chunks = operation.shape[2], int(microbatch.max()) + 1, int(chunk.max()) + 1
@@ -100,5 +104,8 @@ def _table(name: str, cells: np.ndarray) -> Schedule:
     try:
         check(table)
     except UserError as error:
-        raise UserError(str(error).replace("--schedule ", "--schedule-file ", 1)) from None
+        said = str(error).removeprefix(f"--schedule {name}: ")
+        tick = re.match("tick ([0-9]+), ", said)
+        line = f"line {lines[int(tick[1])]}, " if tick else ""
+        raise UserError(f"--schedule-file {name}: {line}{said}") from None
     return table

@@ -27,8 +27,8 @@ def search(config: RunConfig, hardware: Hardware, devices: int, kept: Collection
     is kept and nothing fits it, the plan that needs least memory. Raises UserError where no plan is legal, or none fits
     any mesh, with the smallest change that would make one.
     """
-    known = "a plan chooses among the schedules that --schedule names"
-    require(not config.schedule_file, "--schedule-file", config.schedule_file, known, "leave it out, or give --mesh")
+    known, fix = "a plan chooses among the schedules that --schedule names", "leave it out, or train with a --mesh"
+    require(not config.schedule_file, "--schedule-file", config.schedule_file, known, fix)
     space = Space(config, devices, hardware.name, frozenset(FREE) - frozenset(kept))
     found = rank(space, hardware, top)
     if not found.plans:

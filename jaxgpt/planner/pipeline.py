@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.pipeline import picture
 from jaxgpt.pipeline.buffers import Plan, plan
-from jaxgpt.pipeline.checker import Facts, check
+from jaxgpt.pipeline.checker import Facts, check, durations
 from jaxgpt.pipeline.placement import Placement
 from jaxgpt.pipeline.schedule import Schedule
 from jaxgpt.training.console import Rows
@@ -36,9 +38,11 @@ class Pipeline:
 
     @property
     def idle_share(self) -> float:
-        """The schedule's, and that of shorter parts which wait for the longest."""
-        full = self.placement.layers / (len(self.placement.parts) * self.placement.longest)
-        return 1 - (1 - self.facts.idle_share()) * full
+        """The schedule's, with parts as long as they have layers: a slot lasts as long as its longest."""
+        s = self.schedule
+        part = np.maximum(s.chunk, 0) * s.stages + np.arange(s.stages)
+        length = durations(s) * np.array(self.placement.parts)[part]
+        return 1 - float(length.sum() / (s.stages * length.max(axis=2).sum()))
 
     def tables(self) -> list[tuple[str, Rows]]:
         """Title and rows of each table; the picture is as wide as the terminal."""

@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxgpt.errors import UserError
 from jaxgpt.model.parameters import parameter_count
+from jaxgpt.pipeline.picture import save
 from jaxgpt.planner.plan import Estimate
 from jaxgpt.planner.search import Ranking
 from jaxgpt.training.console import Rows, size
@@ -190,13 +190,7 @@ def draw(found: Ranking, path: Path) -> None:
     for axes in (left, right):
         axes.legend(fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     figure.suptitle(f"{found.space.devices} x {found.space.hardware}", fontsize="medium")
-    try:
-        with path.open("xb") as out:
-            figure.savefig(out, format="png")
-    except FileExistsError:
-        raise UserError(f"--picture {path}: is there already; give another name") from None
-    except OSError as error:
-        raise UserError(f"--picture {path}: cannot be written ({error.strerror or error})") from None
+    save(figure, path)
 
 
 def _bars(axes: Axes, values: list[Mapping[str, float]]) -> None:

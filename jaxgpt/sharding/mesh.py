@@ -141,6 +141,8 @@ def _without_effect(config: RunConfig, sizes: Sizes) -> list[str]:
     notes = []
     if config.schedule != "1f1b" and sizes["pipe"] == 1:
         notes.append(f"--schedule {config.schedule}: does nothing without a pipe axis")
+    if config.schedule_file and config.schedule != "1f1b" and sizes["pipe"] > 1:
+        notes.append(f"--schedule {config.schedule}: does nothing beside --schedule-file {config.schedule_file}")
     if config.schedule_file and sizes["pipe"] == 1:
         notes.append(f"--schedule-file {config.schedule_file}: does nothing without a pipe axis")
     if "vocab=none" in config.layout.replace(" ", "") and sizes["pipe"] > 1:

@@ -88,7 +88,9 @@ class Microbatch(NamedTuple):
         dplaces, dx = embedded(dx)
         table = dends[TOKEN] if TOKEN in dends else jnp.zeros_like(ends[TOKEN], dtype=jnp.float32)
         with_lookup = add_lookup_gradient(varying(table, axes=self.axes), batch["inputs"], dx)
-        return dends | {f"embedding.{n}": self.only(0, d) for n, d in dplaces.items()} | {TOKEN: with_lookup}
+        of_places = {f"embedding.{n}": self.only(0, d) for n, d in dplaces.items()}
+        of_places = {n: dends[n] + d if n in dends else d for n, d in of_places.items()}
+        return dends | of_places | {TOKEN: with_lookup}
 
     def add(self, gradients: Arrays, dends: Arrays) -> Arrays:
         return gradients | {n: gradients[n] + scatter_sum(d, self.dims[n], self.accumulated) for n, d in dends.items()}

@@ -170,7 +170,8 @@ def open_trained(run: Path, mesh_text: str, console: Console, step: str = LAST) 
     model = models.open_model(run) if is_model(run) else None
     require(model is None or step == LAST, "--step", step, f"is of a run, but {run} is a model, which has no steps")
     stored = folder.stored_config(run) if model is None else RunConfig(model=model.config, global_batch=1)
-    config = dataclasses.replace(stored, mesh=mesh_text, offload="none", **UNCUT)  # there are no moments to hold
+    # there are no moments to hold, and a ring cannot be on every mesh
+    config = dataclasses.replace(stored, mesh=mesh_text, offload="none", context_attention="auto", **UNCUT)
     devices, sizes = _devices(config, console, training=False)
     # As many sequences at once on a device as in training, where that is known, and as divide over the devices.
     shares = sizes["data"] * sizes["fsdp"]
