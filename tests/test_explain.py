@@ -282,3 +282,9 @@ def test_with_the_state_in_the_hosts_memory_the_same_is_sent_and_it_is_said():
     assert [note for note in offloaded.notes if note not in plain.notes] == [
         "--offload optimizer: masters and moments lie in the host's memory, not the device's"
     ]
+
+
+def test_a_layout_without_which_the_mesh_could_not_be_is_told_alone():
+    found = small("tensor=5", layout="heads=none,mlp=none,vocab=none")
+    assert [row[2:] for row in found.changed] == [("without it the mesh does not divide the model",)] * 3
+    assert found.changed[0][1] == explaining.size(sum(each.nbytes + each.optimizer for each in found.stored))

@@ -216,9 +216,10 @@ def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator
     except UserError as error:
         yield f"{error} ({mesh})"
     shares = sizes["data"] * sizes["fsdp"]
-    if config.global_batch % shares:
-        return
-    count = config.global_batch // shares // micro_batch(config, sizes)
+    each, share = micro_batch(config, sizes), config.global_batch // shares
+    if config.global_batch % shares or share % each:
+        return  # which is said of the batch, below
+    count = share // each
     if own and stages > 1:
         try:
             schedule_file.read(config.schedule_file, (stages, count, chunks))
