@@ -319,3 +319,9 @@ def test_a_model_that_is_trained_on_is_compared_from_where_it_is(
         assert state["step"] == 0
         for name, array in drawn(of).items():
             np.testing.assert_array_equal(np.asarray(state["params"][name]), np.asarray(array), str(program.sizes))
+
+
+def test_the_vocabulary_that_the_tokenizer_has_must_fit_the_mesh_too(checked: Checked, told: Told) -> None:
+    status, lines = checked(*"--mesh tensor=3 --heads 3 --kv-heads 3 --width 72 --vocab 1152".split())
+    assert status == 2, lines
+    assert "must divide the padded --vocab" in lines[-1]

@@ -78,6 +78,7 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
     for each, where in ((_plain(config), ONE), (config, text)):
         _refuse_too_large(parity.program(each, where))
     compared, batches = _compared(config, run, "steps" in explicit, console)
+    mesh.check(compared, sizes)  # again, since only the data say how large the vocabulary is
     found = _differences(compared, text, batches, console)
     report = Report(text, found)
     _say(report, parity.program(compared, text), console)
