@@ -262,12 +262,12 @@ class RunConfig:
         for flag in ("steps", "global_batch", "micro_batch", "log_every", "keep", "virtual_stages"):
             value = getattr(self, flag)
             require(value is None or value >= 1, _flag(flag), value, "must be at least 1")
+        for flag in ("lr", "epsilon"):  # before --min-lr, which follows --lr
+            value = getattr(self, flag)
+            require(0 < value < math.inf, _flag(flag), value, "must be above 0 and finite")
         counts = ("seed", "warmup", "eval_every", "save_every", "keep_every", "eval_tokens")
         for flag in (*counts, "clip", "weight_decay", "min_lr"):
             require(getattr(self, flag) >= 0, _flag(flag), getattr(self, flag), "must be at least 0")
-        for flag in ("lr", "epsilon"):
-            value = getattr(self, flag)
-            require(0 < value < math.inf, _flag(flag), value, "must be above 0 and finite")
         for flag in ("beta1", "beta2"):
             require(0 <= getattr(self, flag) < 1, _flag(flag), getattr(self, flag), "must be at least 0 and below 1")
         falls = self.lr_schedule != "constant"

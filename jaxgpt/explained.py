@@ -91,6 +91,8 @@ def explain(config: RunConfig, compiled: str | None = None) -> Explanation:
         notes.append(f"computation in {config.dtype}, as on {'GPUs' if on_gpu else 'CPUs'}")
     program = Program(config, mesh.build(sizes, _devices(compiled, config, sizes, notes)))
     notes += [program.fallback] if program.fallback else []
+    if config.offload != "none":
+        notes.append(f"--offload {config.offload}: masters and moments lie in the host's memory, not the device's")
     traced = program.traced.jaxpr
     return Explanation(
         config=config,

@@ -75,6 +75,12 @@ def refused(texts, cache, tmp_path, capsys):
         ("--mesh data=2 --micro-batch 3", "--micro-batch 3: must divide a device's share of --global-batch, 4"),
         ("--mesh data=2;tensor=2", "the size of data, '2;tensor=2', must be a positive whole number"),
         ("--min-lr 0.1", "--min-lr 0.1: must be at most --lr"),
+        ("--lr -1", "--lr -1.0: must be above 0 and finite"),
+        ("--lr nan", "--lr nan: must be above 0 and finite"),
+        (
+            "--mesh pipe=2 --layers 4 --schedule interleaved --virtual-stages 2 --micro-batch 3",
+            "--micro-batch 3: must divide a device's share of --global-batch, 8",
+        ),
         ("--layout layers=none", "--layout layers=none: 'layers' cannot be changed by hand"),
         ("--data {}/none.txt", "none.txt"),
         ("--data {}/empty.txt", "empty.txt"),

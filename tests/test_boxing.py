@@ -357,3 +357,12 @@ def test_signatures_that_the_tensor_cannot_have(signature, message):
     with pytest.raises(UserError, match=message) as caught:
         to_sbp(place((8, 8), PartitionSpec(), mesh), signature)
     assert "\n" not in str(caught.value)
+
+
+def test_padding_for_what_is_not_there_is_refused():
+    x = place((10, 4), PartitionSpec(), definition.mesh({"data": 2, "tensor": 4}))
+    with pytest.raises(UserError, match="names axis 'expert'; the mesh has"):
+        pad(x, {"expert": S(0)})
+    for dim in (2, -1):
+        with pytest.raises(UserError, match="splits a dimension that it lacks; it has dimensions 0 to 1"):
+            pad(x, {"data": S(dim)})

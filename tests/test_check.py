@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from foreign import drawn, exported
+from foreign import program as one_device
 from quickly import unoptimized
+from tiny import GPT
 
 from jaxgpt import presets
 from jaxgpt.cli import main
@@ -21,6 +24,7 @@ from jaxgpt.training.parity import Difference, Trace
 from jaxgpt.training.program import Program
 
 TINY = "--tokenizer bytes --layers 1 --width 32 --heads 8 --kv-heads 8 --seq 16 --global-batch 8".split()
+BYTES = dataclasses.replace(GPT, vocab=256)
 Checked = Callable[..., tuple[int, list[str]]]
 
 
@@ -53,9 +57,11 @@ class Told:
         self.values: dict[tuple[str, int], float] = {}
         self.programs: list[Program] = []
         self.batches: Any = None
+        self.starts: list[Any] = []
 
-    def steps(self, program: Program, batches: Any) -> Trace:
+    def steps(self, program: Program, batches: Any, state: Any = None) -> Trace:
         self.programs.append(program)
+        self.starts.append(state)
         self.batches = batches
         value = self.values.get((program.dtype, program.mesh.size), 1.0)
         arrays = {name: np.full(shape, value, np.float32) for name, shape in program.logical.items()}
@@ -294,3 +300,28 @@ def test_roundings_are_root_mean_squares() -> None:
         assert found[0].found == pytest.approx(far / 2, rel=1e-3)
         assert found[0].allowed == pytest.approx(0.02, rel=1e-3)
         assert found[0].at == (3,)
+
+
+def test_offload_is_proved_like_recomputation(checked: Checked, told: Told) -> None:
+    assert checked("--mesh", "data=1", "--offload", "optimizer", "--recompute", "full")[0] == 0
+    one, mesh = (program.config for program in told.programs)
+    assert (one.offload, one.recompute) == ("none", "none")
+    assert (mesh.offload, mesh.recompute) == ("optimizer", "full")
+
+
+def test_a_model_that_is_trained_on_is_compared_from_where_it_is(
+    checked: Checked, told: Told, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = exported(tmp_path_factory.mktemp("model"), BYTES) / "model"
+    assert checked("--mesh", "tensor=2", "--init-from", str(model), "--layers", "2")[0] == 0
+    of = one_device(BYTES)
+    for program, state in zip(told.programs, told.starts, strict=True):
+        assert state["step"] == 0
+        for name, array in drawn(of).items():
+            np.testing.assert_array_equal(np.asarray(state["params"][name]), np.asarray(array), str(program.sizes))
+
+
+def test_the_vocabulary_that_the_tokenizer_has_must_fit_the_mesh_too(checked: Checked, told: Told) -> None:
+    status, lines = checked(*"--mesh tensor=3 --heads 3 --kv-heads 3 --width 72 --vocab 1152".split())
+    assert status == 2, lines
+    assert "must divide the padded --vocab" in lines[-1]

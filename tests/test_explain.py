@@ -272,3 +272,19 @@ def test_a_pipeline_is_told_with_its_schedule():
     assert [(line.axes, line.times) for line in sent] == [(("pipe",), ticks)] * 2
     meetings = [line for line in found.lines if line.axes == ("pipe",) and line.kind == "all-reduce" and line.times > 1]
     assert {line.times for line in meetings} == {4}  # once a microbatch, not once a tick
+
+
+def test_with_the_state_in_the_hosts_memory_the_same_is_sent_and_it_is_said():
+    """On stand-ins, which no process has."""
+    plain, offloaded = (small("data=2,tensor=2", zero=1, offload=each) for each in ("none", "optimizer"))
+    assert totals(offloaded.lines) == totals(plain.lines)
+    assert offloaded.stored == plain.stored
+    assert [note for note in offloaded.notes if note not in plain.notes] == [
+        "--offload optimizer: masters and moments lie in the host's memory, not the device's"
+    ]
+
+
+def test_a_layout_without_which_the_mesh_could_not_be_is_told_alone():
+    found = small("tensor=5", layout="heads=none,mlp=none,vocab=none")
+    assert [row[2:] for row in found.changed] == [("without it the mesh does not divide the model",)] * 3
+    assert found.changed[0][1] == explaining.size(sum(each.nbytes + each.optimizer for each in found.stored))

@@ -340,3 +340,32 @@ def test_what_does_nothing_is_said():
     assert not mesh.check(pipeline, mesh.parse("pipe=2"))
     split = RunConfig(layout="vocab=none")
     assert "over pipe the vocabulary lies split" in mesh.check(split, mesh.parse("pipe=2,tensor=2"))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "says"),
+    [
+        ("tensor=2", {"zero": 2}, ["--zero 2: does nothing without a data axis"]),
+        ("data=2", {"sequence_parallel": True}, ["--sequence-parallel: does nothing without a tensor axis"]),
+        (
+            "data=2",
+            {"zero": 3, "layout": "embed=none"},
+            ["--zero 3: does nothing, since --layout embed=none takes its place"],
+        ),
+        ("data=2", {"zero": 3, "layout": "embed=data"}, ["--layout embed=data: changes nothing on this mesh"]),
+        (
+            "tensor=2",
+            {"sequence_parallel": True, "layout": "seq=none"},
+            ["--sequence-parallel: does nothing, since --layout seq=none takes its place"],
+        ),
+        (
+            "data=2,tensor=2",
+            {"layout": "mlp=none,heads=tensor,embed=fsdp"},
+            [f"--layout {row}: changes nothing on this mesh" for row in ("heads=tensor", "embed=fsdp")],
+        ),
+        ("data=2,tensor=2", {"zero": 1, "sequence_parallel": True, "layout": "mlp=none"}, []),
+        ("pipe=2", {"layout": "vocab=none"}, ["--layout vocab=none: over pipe the vocabulary lies split all the same"]),
+    ],
+)
+def test_a_flag_or_row_that_changes_nothing_is_said(text: str, fields: dict[str, object], says: list[str]):
+    assert mesh.check(dataclasses.replace(RUN, **fields), sizes(text)) == says

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import definition
 import jax
@@ -434,3 +435,9 @@ def test_formulas_that_have_no_table():
 def test_an_operator_says_what_becomes_of_every_dimension():
     with pytest.raises(ValueError, match="columns is neither in the output, nor summed, nor whole"):
         inference.operator("median", "x: rows columns -> rows")
+
+
+@pytest.mark.parametrize("place", ["S(0)", "P", 0, None, S])
+def test_what_is_no_place_is_refused_and_not_taken_for_b(place: Any):
+    with pytest.raises(UserError, match=r"axis data: .* is not a place; give S\(dim\), dim a whole number, or B or P"):
+        Signature({"tensor": S(0), "data": place})

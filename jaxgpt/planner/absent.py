@@ -7,7 +7,7 @@ compiler for GPUs takes a description in place of a card, so a program for 4096 
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -172,14 +172,22 @@ def _installed(package: str) -> bool:
 # To trace for
 
 
+class Nobody:
+    """The client of devices that no process has: JAX asks it whose they are, of arrays in a host's memory."""
+
+    def process_index(self) -> int:
+        return -1
+
+
 @dataclass(frozen=True)
 class StandIn:
-    """A device that a program can be traced for: what a mesh reads of one."""
+    """A device that a program can be traced for: what a mesh and a memory kind read of one."""
 
     id: int
     process_index: int
     platform: str
     device_kind: str
+    client: Nobody = field(default=Nobody(), repr=False, compare=False)
 
 
 def stand_ins(count: int, platform: str, kind: str) -> list[StandIn]:

@@ -87,6 +87,8 @@ def operator(
     output, inside = tuple(right.split()), inside or {}
     if any(len(set(dims)) < len(dims) for dims in (output, *inputs.values())):
         raise ValueError(f"{name}: a dimension stands twice in one tensor, so that one cannot split it")
+    if set(output) - {dim for dims in inputs.values() for dim in dims}:
+        raise ValueError(f"{name}: the output has a dimension that no input has")
     rules = [Rule((B,) * len(inputs), B)]
     for dim in dict.fromkeys(d for dims in inputs.values() for d in dims):
         if dim in whole.split():

@@ -21,6 +21,7 @@ from jaxgpt.pipeline import schedule_file
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.pipeline.placement import place
 from jaxgpt.processes import together
+from jaxgpt.sharding.idle import idle
 from jaxgpt.sharding.rows import AXES, TENSOR, rows
 
 MOST_CPU_DEVICES = 2048
@@ -133,21 +134,7 @@ def check(config: RunConfig, sizes: Sizes) -> list[str]:
             raise UserError(complaint)
         devices = math.prod(sizes.values())
         raise UserError(f"{complaint}; {_listed(sizes, legal_meshes(config, devices), devices)}")
-    return [*_without_effect(config, sizes), *_copied_heads(config, sizes)]
-
-
-def _without_effect(config: RunConfig, sizes: Sizes) -> list[str]:
-    """What was asked for and does nothing on this mesh."""
-    notes = []
-    if config.schedule != "1f1b" and sizes["pipe"] == 1:
-        notes.append(f"--schedule {config.schedule}: does nothing without a pipe axis")
-    if config.schedule_file and config.schedule != "1f1b" and sizes["pipe"] > 1:
-        notes.append(f"--schedule {config.schedule}: does nothing beside --schedule-file {config.schedule_file}")
-    if config.schedule_file and sizes["pipe"] == 1:
-        notes.append(f"--schedule-file {config.schedule_file}: does nothing without a pipe axis")
-    if "vocab=none" in config.layout.replace(" ", "") and sizes["pipe"] > 1:
-        notes.append("--layout vocab=none: over pipe the vocabulary lies split all the same")
-    return notes
+    return [*idle(config, sizes), *_copied_heads(config, sizes)]
 
 
 def _copied_heads(config: RunConfig, sizes: Sizes) -> list[str]:
@@ -229,9 +216,10 @@ def _pipeline_complaints(config: RunConfig, sizes: Sizes, mesh: str) -> Iterator
     except UserError as error:
         yield f"{error} ({mesh})"
     shares = sizes["data"] * sizes["fsdp"]
-    if config.global_batch % shares:
-        return
-    count = config.global_batch // shares // micro_batch(config, sizes)
+    each, share = micro_batch(config, sizes), config.global_batch // shares
+    if config.global_batch % shares or share % each:
+        return  # which is said of the batch, below
+    count = share // each
     if own and stages > 1:
         try:
             schedule_file.read(config.schedule_file, (stages, count, chunks))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -57,8 +57,12 @@ class Signature(Mapping[str, Place]):
     """
 
     def __init__(self, places: Mapping[str, Place] | None = None, axes: Sequence[str] = ()) -> None:
-        """axes: the mesh's own order, in which to print; where it is not given, that of places."""
+        """axes: the mesh's own order, in which to print; where it is not given, that of places. Raises UserError for a
+        place that is none of S(dim), B and P: one that is not understood would else be taken for B."""
         places = {} if places is None else places
+        for axis, place in places.items():
+            if not (isinstance(place, Unsplit) or (isinstance(place, S) and isinstance(place.dim, SupportsIndex))):
+                raise UserError(f"axis {axis}: {place!r} is not a place; give S(dim), dim a whole number, or B or P")
         known = places.axes if isinstance(places, Signature) else places
         self.axes: tuple[str, ...] = tuple(dict.fromkeys((*axes, *known)))
         self._places: dict[str, Place] = {**places, **{axis: B for axis in self.axes if axis not in places}}
@@ -192,12 +196,7 @@ def check(signature: Signature, shape: Sequence[int], sizes: Mapping[str, int], 
     there, a dimension that does not divide (pad it first, see boxing.pad).
     """
     tensor = f"{name} of shape {list(shape)}"
-    for axis, place in signature.items():
-        if axis not in sizes:
-            raise UserError(f"{tensor}: {signature} names axis {axis!r}; the mesh has {', '.join(sizes)}")
-        if isinstance(place, S) and not 0 <= place.dim < len(shape):
-            there = f"dimensions 0 to {len(shape) - 1}" if shape else "no dimensions"
-            raise UserError(f"{tensor}: {place} on axis {axis} splits a dimension that it lacks; it has {there}")
+    _check_places(signature, shape, sizes, tensor)
     for dim, parts in splits(signature, sizes).items():
         if shape[dim] % parts:
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in signature.split(dim))
@@ -205,7 +204,19 @@ def check(signature: Signature, shape: Sequence[int], sizes: Mapping[str, int], 
             raise UserError(f"{tensor}: dimension {dim} of size {shape[dim]} does not divide over {over}; {fix}")
 
 
+def _check_places(signature: Signature, shape: Sequence[int], sizes: Mapping[str, int], tensor: str) -> None:
+    """Refuses an axis or a dimension that is not there."""
+    for axis, place in signature.items():
+        if axis not in sizes:
+            raise UserError(f"{tensor}: {signature} names axis {axis!r}; the mesh has {', '.join(sizes)}")
+        if isinstance(place, S) and not 0 <= place.dim < len(shape):
+            there = f"dimensions 0 to {len(shape) - 1}" if shape else "no dimensions"
+            raise UserError(f"{tensor}: {place} on axis {axis} splits a dimension that it lacks; it has {there}")
+
+
 def padded_shape(shape: Sequence[int], signature: Signature, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape with every dimension that does not divide made larger until it does."""
+    """The shape with every dimension that does not divide made larger until it does. Raises UserError for an axis or a
+    dimension that is not there."""
+    _check_places(signature, shape, sizes, f"tensor of shape {list(shape)}")
     parts = splits(signature, sizes)
     return tuple(math.ceil(size / parts.get(dim, 1)) * parts.get(dim, 1) for dim, size in enumerate(shape))

@@ -19,6 +19,7 @@ import numpy as np
 from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import open_mixture
 from jaxgpt.errors import UserError
+from jaxgpt.interop.models import open_model
 from jaxgpt.model.parameters import parameter_count, parameters
 from jaxgpt.processes import together
 from jaxgpt.sharding import mesh
@@ -26,6 +27,7 @@ from jaxgpt.training import folder, parity
 from jaxgpt.training.console import Console, Rows, size
 from jaxgpt.training.parity import Batches, Difference, Trace
 from jaxgpt.training.program import Program
+from jaxgpt.training.step import State
 
 STEPS = 3
 """Steps compared unless the user says how many."""
@@ -70,10 +72,13 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
             console.fallback(one)
     text = mesh.format_mesh(sizes)
     if text == ONE:
-        console.fallback("one device on both sides: accumulation and recomputation are proved alone; --mesh splits")
+        console.fallback(
+            "one device on both sides: accumulation, recomputation, offload are proved alone; --mesh splits"
+        )
     for each, where in ((_plain(config), ONE), (config, text)):
         _refuse_too_large(parity.program(each, where))
     compared, batches = _compared(config, run, "steps" in explicit, console)
+    mesh.check(compared, sizes)  # again, since only the data say how large the vocabulary is
     found = _differences(compared, text, batches, console)
     report = Report(text, found)
     _say(report, parity.program(compared, text), console)
@@ -82,7 +87,8 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
 
 def _plain(config: RunConfig) -> RunConfig:
     """The configuration without what only a mesh or a want of memory asks for."""
-    plain = dataclasses.replace(config, zero=0, sequence_parallel=False, layout="", recompute="none", micro_batch=None)
+    plain = dataclasses.replace(config, zero=0, sequence_parallel=False, layout="", micro_batch=None)
+    plain = dataclasses.replace(plain, recompute="none", offload="none")
     return dataclasses.replace(plain, **UNCUT)
 
 
@@ -141,7 +147,16 @@ def _trace(program: Program, batches: Batches, console: Console) -> Trace:
     name = "one device" if devices == 1 else f"{mesh.format_mesh(program.sizes)}"
     tokens = f"{len(batches)} x {config.global_batch // micro} microbatches of {micro} x {config.model.seq} tokens"
     console.say(f"{name}: {tokens}, {program.dtype}")
-    return parity.steps(program, batches)
+    return parity.steps(program, batches, _start(program))
+
+
+def _start(program: Program) -> State | None:
+    """The state of a model that is trained on; None where parameters are drawn."""
+    config = program.config
+    if not config.init_from:
+        return None
+    source = open_model(Path(config.init_from), config.model)
+    return program.begin_with(source.onto(program.table, program.shardings))
 
 
 # Memory

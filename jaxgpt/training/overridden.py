@@ -5,6 +5,7 @@ import math
 
 from jaxgpt.sharding.ledger import ledger
 from jaxgpt.sharding.ledger_memory import kept, outer_loops
+from jaxgpt.sharding.mesh import allows
 from jaxgpt.training.console import Rows, size
 from jaxgpt.training.program import Program
 
@@ -35,14 +36,18 @@ def cost(program: Program) -> Cost:
 
 
 def rows(program: Program) -> Rows:
-    """Each cost as the tables have it, as --layout makes it, and the difference."""
-    table = cost(Program(dataclasses.replace(program.config, layout=""), program.mesh))
-    changed = cost(program)
+    """Each cost as the tables have it, as --layout makes it, and the difference; as --layout makes it alone where the
+    tables cannot be on the mesh."""
+    changed, plain = cost(program), dataclasses.replace(program.config, layout="")
     names = {
         "state": "parameters and optimizer state",
         "kept": "kept from forward to backward",
         "received": "received in a step",
     }
+    if not allows(plain, program.sizes):
+        alone = "without it the mesh does not divide the model"
+        return [(said, size(getattr(changed, name)), alone) for name, said in names.items()]
+    table = cost(Program(plain, program.mesh))
     return [
         (said, size(before), "->", size(after), f"{'+' if after >= before else '-'}{size(abs(after - before))}")
         for name, said in names.items()

@@ -11,6 +11,7 @@ from jaxgpt.config import RunConfig
 from jaxgpt.sharding.hosts import whole
 from jaxgpt.sharding.mesh import build, devices_named, parse, take
 from jaxgpt.training.program import Program
+from jaxgpt.training.step import State
 
 OF_ARRAY = 1e-5
 """Largest difference allowed in fp32, as a share of the array's largest value ..."""
@@ -78,11 +79,12 @@ def whole_products(program: Program) -> AbstractContextManager[None]:
     return jax.default_matmul_precision("highest") if program.dtype == "fp32" else nullcontext()
 
 
-def steps(program: Program, batches: Batches) -> Trace:
-    """What a program computes in one step for each global batch."""
+def steps(program: Program, batches: Batches, state: State | None = None) -> Trace:
+    """What a program computes in one step for each global batch. state: what it begins with, which is given up; None:
+    its own start."""
     losses, norms, gradients = [], [], {}
     with whole_products(program):
-        state = program.init()
+        state = program.init() if state is None else state
         for number, batch in enumerate(batches):
             state, metrics = program.step(state, program.place(batch))
             losses.append(float(metrics["loss"]))
