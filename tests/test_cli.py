@@ -253,6 +253,7 @@ def test_help_and_complaints_do_not_wait_for_jax():
         (["train", "--steps", "0"], "--steps 0: must be at least 1"),
         (["train", "--heads", "5", "--kv-heads", "5"], "--heads 5: must divide --width 192"),
         (["train", "--heads", "4"], "--heads 4: must be a multiple of 3"),
+        (["train", "--heads", "4"], "or give --kv-heads too, such as 2"),
         (["train", "--kv-heads", "4"], "--kv-heads 4: must divide --heads 6"),
         (["train", "--attention-dropout", "0.1"], "--attention-dropout 0.1: only 0 is allowed"),
         (["train", "--profile", "13:10"], "--profile 13:10"),
