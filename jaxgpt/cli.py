@@ -125,8 +125,11 @@ def export(args: list[str]) -> int:
     chosen = parse("export", flags.ExportFlags, args)
 
     import jaxgpt
+    from jaxgpt.interop.export import refuse_taken
 
+    refuse_taken(chosen.out)
     jaxgpt.load(chosen.run, chosen.mesh, chosen.step).export(chosen.out, chosen.dtype)
+    print(f"{chosen.out}: {', '.join(sorted(file.name for file in chosen.out.iterdir()))}")
     return 0
 
 

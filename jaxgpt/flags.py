@@ -120,7 +120,7 @@ class TrainFlags:
     log_every: int
     """Steps between lines of progress."""
     eval_every: int
-    """Steps between validations; 0: only at the end."""
+    """Steps between validations; 0: only at the end, over all tokens. Checkpoints of other steps are never the best."""
     eval_tokens: int
     """Most validation tokens read during training; the last validation reads them all."""
     save_every: int
