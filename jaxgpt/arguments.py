@@ -16,6 +16,8 @@ from jaxgpt.errors import UserError
 
 F = TypeVar("F")
 T = TypeVar("T")
+_MISSING = re.compile(r"(--[a-z-]+|\b[A-Z]+) (?:(?<=[a-z] )[A-Z]+ )?(.*?)\.? \(required\)")
+"""What tyro says of one that is missing, a flag with the name of its type behind it or one without dashes."""
 
 
 def given(verb: str, kind: type, args: list[str]) -> dict[str, str | None]:
@@ -66,6 +68,8 @@ def _complaint(verb: str, hints: dict[str, Any], flags: dict[str, str | None], b
             text = flags[name]
             problem = f"{flag}: a value is missing" if text is None else f"{flag} {text}: not allowed"
             return f"{problem}; give {_allowed(hints[name])}"
+    if missing := _MISSING.findall(said):
+        said = ", ".join(f"{name} is missing ({what})" for name, what in missing)
     return f"{verb}: {said}; see jaxgpt {verb} --help"
 
 

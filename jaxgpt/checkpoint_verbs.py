@@ -78,7 +78,7 @@ def inspect(asked: LookFlags, console: Console) -> int:
     facts: list[tuple[object, ...]] = [
         ("step", f"{said.step:,}"),
         ("saved", _when(where)),
-        ("validation loss", _loss(said) or "not measured at this step"),
+        ("validation loss", _loss(said) or "none: --eval-every does not meet this step"),
         *((name, value) for name, value in said.meta.items() if name != "config"),
         ("arrays", f"{len(lengths):,} of {size(sum(lengths.values()))}, {size(_bytes_in(where))} on the disk"),
     ]

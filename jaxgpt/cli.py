@@ -15,15 +15,15 @@ from jaxgpt.processes.launch import launch
 
 HELP = """usage: jaxgpt VERB [flags]
 
-  train     train a GPT on a mesh of devices, or resume a run
-  eval      loss, perplexity and bits per byte of a run or a model
-  sample    text that a run or a model writes
-  export    a run or a model as a Hugging Face folder
-  check     one device against a mesh, array by array; takes train's flags
-  data      prepare, inspect or blend what is trained on
+  train       train a GPT on a mesh of devices, or resume a run
+  eval        loss, perplexity and bits per byte of a run or a model
+  sample      text that a run or a model writes
+  export      a run or a model as a Hugging Face folder
+  check       one device against a mesh, array by array; takes train's flags
+  data        prepare, inspect or blend what is trained on
   checkpoint  list, inspect, verify or export the checkpoints of a run
-  explain   where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
-  plan      the fastest meshes for hardware that need not be there, with time and memory; takes train's flags
+  explain     where all lies on a mesh, what is kept and what is sent, without devices; takes train's flags
+  plan        the fastest meshes for hardware that need not be there, with time and memory; takes train's flags
 
 jaxgpt VERB --help lists a verb's flags with their defaults; for train, check, explain and plan, those of --preset, of
 the run in --run or of the plan in --plan."""
@@ -125,8 +125,11 @@ def export(args: list[str]) -> int:
     chosen = parse("export", flags.ExportFlags, args)
 
     import jaxgpt
+    from jaxgpt.interop.export import refuse_taken
 
+    refuse_taken(chosen.out)
     jaxgpt.load(chosen.run, chosen.mesh, chosen.step).export(chosen.out, chosen.dtype)
+    print(f"{chosen.out}: {', '.join(sorted(file.name for file in chosen.out.iterdir()))}")
     return 0
 
 

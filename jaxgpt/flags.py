@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,7 +27,8 @@ class TrainFlags:
     the exit status is 75: the same command goes on."""
 
     preset: str = "demo"
-    """A named model and run, or a .json file with a configuration. The defaults below are its own."""
+    """A named model and run (a name that is none lists all), or a .json file with a configuration. The defaults below
+    are its own."""
     run: Path | None = None
     """Folder of the run; if it exists, the run is resumed with its own configuration. Default: a new one in runs/."""
     plan: Path | None = None
@@ -65,7 +67,7 @@ class TrainFlags:
     heads: int
     """Query heads."""
     kv_heads: int | None
-    """Key-value heads; None: as many as query heads."""
+    """Key-value heads; None: as many as query heads; they keep their share where only --heads is given."""
     vocab: int
     """Entries of the vocabulary; where --tokenizer has its own, that size is taken."""
     dropout: float
@@ -118,7 +120,7 @@ class TrainFlags:
     log_every: int
     """Steps between lines of progress."""
     eval_every: int
-    """Steps between validations; 0: only at the end."""
+    """Steps between validations; 0: only at the end, over all tokens. Checkpoints of other steps are never the best."""
     eval_tokens: int
     """Most validation tokens read during training; the last validation reads them all."""
     save_every: int
@@ -386,5 +388,5 @@ def override(base: RunConfig, given: Mapping[str, Any]) -> RunConfig:
 def _kv_heads(model: ModelConfig, heads: int) -> int:
     group = model.heads // model.kv
     allowed = f"must be a multiple of {group}, the query heads that share a key-value head"
-    require(heads % group == 0, "--heads", heads, allowed, "or give --kv-heads too")
+    require(heads % group == 0, "--heads", heads, allowed, f"or give --kv-heads too, such as {gcd(heads, model.kv)}")
     return heads // group

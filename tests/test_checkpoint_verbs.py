@@ -81,7 +81,7 @@ def test_inspect_says_what_one_holds(made, told):
     lines = {line.split()[0]: line for line in said.splitlines() if line.startswith("  ")}
     assert "17 x 16" in lines["params/wte"] and "float32" in lines["params/wte"] and "1,088" in lines["params/wte"]
     assert "bfloat16" in lines["half"] and "scalar" in said
-    assert "not measured at this step" in told("inspect", made)[1]
+    assert "none: --eval-every does not meet this step" in told("inspect", made)[1]
 
 
 def test_verify_reads_all_and_names_each_damaged_file(run, told):

@@ -93,6 +93,9 @@ def test_the_other_commands_in_turn(folder, there, capsys):
     assert capsys.readouterr().out.startswith("def main(")
     assert main(export) == 0
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= set(os.listdir("out"))
+    assert "model.safetensors" in capsys.readouterr().out
+    assert main(["export", "a run that is not there", "out"]) == 2  # before a model is opened
+    assert "out: is there already" in capsys.readouterr().err
     assert main(verify) == 0
     assert "step-00000002: whole" in capsys.readouterr().out
     notebook()

@@ -24,6 +24,12 @@ LARGEST_FILE = 5 * 10**9
 _NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
+def refuse_taken(out: Path) -> None:
+    """Raises UserError where something is at `out` already. Asked before a model is opened, too: that takes a while."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: is there already; give a new or empty folder")
+
+
 def export(
     out: Path,
     config: ModelConfig,
@@ -40,8 +46,7 @@ def export(
     Raises UserError where no architecture of transformers has the model, or where something is at `out` already.
     """
     fields = huggingface.to_config(config, _NAMES[dtype])
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: is there already; give a new or empty folder")
+    refuse_taken(out)
     beginning, end = _ends(tokenizer, beside)
     fields |= {"bos_token_id": beginning, "eos_token_id": end}
     partial = out.with_name(out.name + ".partial")

@@ -1,1 +1,1 @@
-"""What can be known before anything runs: so far, compiling for hardware that is not there."""
+"""What can be known before anything runs: plans with their time and memory, and steps compiled for absent hardware."""
