@@ -12,6 +12,7 @@ from jaxgpt.arguments import parse, verb_of
 from jaxgpt.configured import configured
 from jaxgpt.errors import UserError, require, told_of
 from jaxgpt.processes.launch import launch
+from jaxgpt.training.signals import StopSignals, end_resumable
 
 HELP = """usage: jaxgpt VERB [flags]
 
@@ -31,7 +32,7 @@ the run in --run or of the plan in --plan."""
 
 def train(args: list[str]) -> int:
     """Trains or resumes; as one of several processes, if it was started so."""
-    with _joined(args):
+    with StopSignals(end_resumable), _joined(args):
         told = configured("train", flags.LaunchFlags, args)
 
         from jaxgpt.training import run as runs

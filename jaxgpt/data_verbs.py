@@ -30,6 +30,8 @@ HELP = """usage: jaxgpt data VERB [flags]
 jaxgpt data VERB --help lists a verb's flags."""
 
 BPE_ENTRIES = 32_768
+MOST = 100_000_000
+"""Samples of a blend looked at, all of them at once."""
 _PLAN, _LOCK = ".plan", ".lock"
 _SHOWN = 400
 """Most characters shown of a document."""
@@ -53,6 +55,7 @@ def prepare(asked: PrepareFlags, console: Console) -> None:
     """Makes a folder of tokens. Raises UserError where data cannot be read, or the folder is something else's."""
     require(0 < asked.validation < 1, "--validation", asked.validation, "must be above 0 and below 1")
     require(asked.workers is None or asked.workers >= 1, "--workers", asked.workers, "must be at least 1")
+    require(asked.vocab is None or asked.vocab >= 1, "--vocab", asked.vocab, "must be at least 1")
     for wrong, what in ((blend.is_blend, "a blend"), (store.is_megatron, "tokens"), (store.is_prepared, "tokens")):
         if wrong(asked.data):
             raise UserError(f"--data {asked.data}: is {what}; prepare takes one source of text, and train the rest")
@@ -103,7 +106,8 @@ def inspect(asked: InspectFlags, console: Console) -> None:
 
 def show_blend(asked: BlendFlags, console: Console) -> None:
     """Says what a blend takes. Raises UserError."""
-    require(asked.samples >= 1, "--samples", asked.samples, "must be at least 1")
+    require(1 <= asked.samples <= MOST, "--samples", asked.samples, f"must be at least 1 and at most {MOST}")
+    require(0 <= asked.seed < 2**64, "--seed", asked.seed, "must be at least 0 and below 2^64")
     require(asked.seq >= 1, "--seq", asked.seq, "must be at least 1")
     mixture = open_mixture(asked.data, asked.tokenizer, asked.vocab, asked.validation, say=console.say)
     mixture.check(asked.seq)
@@ -139,7 +143,10 @@ def _is_there(out: Path, key: str) -> bool:
 def _work(out: Path, key: str) -> Iterator[Path]:
     """The folder beside `out` in which it is made, for this process alone; what an earlier attempt left is kept."""
     folder = out.with_name(out.name + ".partial")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {folder} cannot be made ({error.strerror}); give another folder") from None
     with (folder / _LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -24,7 +24,7 @@ F = TypeVar("F", bound="TrainFlags")
 @dataclass(frozen=True, kw_only=True)
 class TrainFlags:
     """Trains a GPT on any mesh of devices, or resumes a run. After SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 it is saved, and
-    the exit status is 75: the same command goes on."""
+    the exit status is 75: the same command goes on. A second signal ends it at once."""
 
     preset: str = "demo"
     """A named model and run (a name that is none lists all), or a .json file with a configuration. The defaults below
@@ -149,7 +149,8 @@ class TrainFlags:
 @dataclass(frozen=True, kw_only=True)
 class LaunchFlags(TrainFlags):
     """Trains a GPT on any mesh of devices, or resumes a run. Under srun, mpirun or in a Kubernetes Job, processes find
-    each other; started by hand, each is given --coordinator, --processes and --process."""
+    each other; started by hand, each is given --coordinator, --processes and --process. After SIGINT, SIGTERM, SIGUSR1
+    or SIGUSR2 the run is saved, and the exit status is 75: the same command goes on. A second signal ends at once."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0, the same for all processes."""

@@ -4,6 +4,7 @@ Called as a program: many.py WHAT FOLDER JSON --coordinator HOST:PORT --processe
 needs it alone.
 """
 
+import dataclasses
 import json
 import os
 import socket
@@ -101,8 +102,23 @@ def meet(_: Path, given: dict[str, Any], args: list[str]) -> int:
     return 1
 
 
+def culprits(program: Any, batch: dict[str, Any]) -> list[Any]:
+    """What is named of a step whose activation, loss or gradient is not finite, and of one that is right."""
+    from wrong import changed, with_unused
+
+    from jaxgpt.training.blame import find
+
+    right = program.init()["params"]
+    activation = changed(program, right, "embedding.token.weight", 3e38, 127)
+    loss = changed(program, right, "final_norm.scale", 3e38)
+    gradient = changed(program, right, "blocks.mlp.up.weight", 1e30, 1)
+    gradient = changed(program, gradient, "blocks.mlp.down.weight", 0, 1)
+    return [find(program, params, with_unused(batch), 3) for params in (activation, loss, gradient, right)]
+
+
 def trace(folder: Path, given: dict[str, Any], args: list[str]) -> int:
-    """What meshes compute, gradients and parameters too, and which samples each process reads of a blend."""
+    """What meshes compute, gradients and parameters too, which samples each process reads of a blend, and what it finds
+    where a step is not finite."""
     import jax
     import numpy as np
     from tiny import batches
@@ -116,6 +132,7 @@ def trace(folder: Path, given: dict[str, Any], args: list[str]) -> int:
 
     jax.config.update("jax_disable_most_optimizations", True)
     config = RunConfig(**{**given["config"], "model": ModelConfig(**given["model"])})
+    small = dataclasses.replace(config, micro_batch=2)
     with together.Joined(launch(args)):
         devices, _ = mesh.prepare_devices(given["devices"])
         if together.is_first():
@@ -126,6 +143,9 @@ def trace(folder: Path, given: dict[str, Any], args: list[str]) -> int:
                 arrays = {f"gradient {n}": a for n, a in found.gradients.items()}
                 arrays |= {f"parameter {n}": a for n, a in found.params.items()}
                 np.savez(folder / f"{text}.npz", losses=found.losses, norms=found.norms, **arrays)
+        for text in given["meshes"]:
+            found = [dataclasses.asdict(one) for one in culprits(parity.program(small, text), batches(config, 1)[0])]
+            (folder / f"culprits-{text}-{together.index()}.json").write_text(json.dumps(found))
         with together.first_alone("data"):
             mixture = open_mixture(given["data"], "bytes", 256, 0.1)
         for text in given["meshes"]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from quickly import unoptimized
 from tiny import GPT, batches, run_config
+from wrong import SAMPLE, UNUSED, changed, with_unused
 
 from jaxgpt.sharding.mesh import build, parse
 from jaxgpt.training import optimizer
@@ -18,10 +19,6 @@ from jaxgpt.training.program import Program
 pytestmark = pytest.mark.core
 
 Params = dict[str, Any]
-
-UNUSED = 127
-"""A row of the table that is padding: the lookup finds it, the head masks it."""
-SAMPLE = 21
 
 
 def program(mesh: str, micro_batch: int) -> Program:
@@ -44,21 +41,7 @@ def batch() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def bad(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The batch with a token that is in one sample alone."""
-    inputs = batch["inputs"].copy()
-    inputs[SAMPLE, 3] = UNUSED
-    return batch | {"inputs": inputs}
-
-
-def changed(program: Program, params: Params, name: str, value: Any, layer: int | None = None) -> Params:
-    """The parameters with one set to a value, of one layer or row where it has some."""
-    array = np.array(params[name])
-    if layer is None:
-        array[...] = value
-    else:
-        row = program.rows[name].index(layer) if name in program.rows else layer
-        array[row] = value
-    return params | {name: jax.device_put(array, params[name].sharding)}
+    return with_unused(batch)
 
 
 def poisoned(program: Program, state: dict[str, Any]) -> dict[str, Any]:
@@ -187,3 +170,14 @@ def test_a_layer_of_a_pipeline_with_uneven_stages_is_the_models_own() -> None:
         params = changed(uneven, uneven.init()["params"], "blocks.mlp.up.weight", 3e38, 2)
         found = named(uneven, params, batches(config, 1)[0])
     assert (found.name, found.layer) == ("blocks.mlp", 2)
+
+
+def test_documents_that_are_separate_are_looked_at_so(batch: dict[str, np.ndarray]) -> None:
+    """No document is so long that it would come to the position whose embedding is too large."""
+    with unoptimized():
+        config = run_config(GPT, micro_batch=8, documents="separate")
+        apart = Program(config, build(parse("data=1"), jax.devices()[:1]))
+        params = changed(apart, apart.init()["params"], "embedding.position.weight", 3e38, 12)
+        starts = np.broadcast_to(np.int32([0] * 8 + [8] * 8), batch["inputs"].shape)
+        assert named(apart, params, batch | {"starts": starts}).what == "nothing"
+        assert named(apart, params, batch | {"starts": 0 * starts}).what == "activation"

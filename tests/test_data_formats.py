@@ -128,6 +128,7 @@ def test_the_cut_is_between_documents(tmp_path, name, share, monkeypatch):
     ("line", "says"),
     [
         (b"{broken", "not JSON (Expecting property name"),
+        (b"[" * 200_000, "not JSON (maximum recursion depth"),
         (b'["a"]', "not a JSON object"),
         (b'{"body": "x", "id": 3}', 'no field "text"; its fields are body, id; name one as PATH#FIELD'),
         (b'{"text": 7}', 'field "text" is 7, not text'),

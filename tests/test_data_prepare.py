@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -213,7 +214,11 @@ def test_blend(corpus, here, capsys):
         (["prepare", "--data", "none", "--out", "o"], "no such file or folder"),
         (["prepare", "--data", "none", "--out", "o", "--workers", "0"], "--workers 0: must be at least 1"),
         (["inspect", "none"], "no such file or folder"),
+        (["prepare", "--data", "none", "--out", "o", "--vocab", "0"], "--vocab 0: must be at least 1"),
+        (["prepare", "--data", __file__, "--out", "/proc/o"], "--out /proc/o: /proc/o.partial cannot be made"),
         (["blend", "--data", "1:none", "--seq", "0"], "--seq 0: must be at least 1"),
+        (["blend", "--data", "1:none", "--seed", "-1"], "--seed -1: must be at least 0 and below 2^64"),
+        (["blend", "--data", "1:none", "--samples", str(10**12)], "must be at least 1 and at most 100000000"),
     ],
 )
 def test_one_line(here, capsys, args, says):
@@ -238,3 +243,11 @@ def test_workers_answer_in_order_and_keep_a_bugs_traceback(capfd):
     with Workers(2) as workers, pytest.raises(RuntimeError, match="a worker of data preparation has ended"):
         list(workers.map(len, [7]))
     assert "TypeError" in capfd.readouterr().err
+
+
+def test_what_the_system_does_to_a_worker_is_one_line(tmp_path, capfd):
+    with Workers(2) as workers, pytest.raises(UserError, match=r"was ended by signal 9 .*give the same command again"):
+        list(workers.map(signal.raise_signal, [signal.SIGKILL]))
+    with Workers(2) as workers, pytest.raises(UserError, match=f"{tmp_path}: Is a directory"):
+        list(workers.map(os.remove, [tmp_path]))
+    assert capfd.readouterr().err == ""

@@ -15,6 +15,7 @@ from bigram import Bigram, Tree, config, last_arrays, losses
 from jaxgpt.config import RunConfig
 from jaxgpt.data import open_mixture
 from jaxgpt.errors import UserError
+from jaxgpt.processes import together
 from jaxgpt.training import checkpoint, faults, history, loop, metrics, run
 from jaxgpt.training.blame import Culprit
 from jaxgpt.training.loop import Loop
@@ -121,6 +122,30 @@ def test_a_run_resumed_before_or_after_a_bad_step_is_the_one_never_stopped(
     assert losses(where) == losses(tmp_path / "straight")
     faulty = [[r["step"] for r in metrics.read(of) if r["kind"] == "fault"] for of in (where, tmp_path / "straight")]
     assert faulty == [[5, 6], [5, 6]]
+
+
+@pytest.mark.parametrize("policy", ["skip:1", "rewind:1"])
+def test_a_step_goes_wrong_while_it_is_agreed_where_several_processes_stop(
+    policy: str, data: Path, tmp_path: Path, poison: Poison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has heard of a signal goes on as far as one that has not: only what is agreed ends the steps."""
+    poison([2])
+    asked: list[bool] = []
+
+    class Agreed:
+        signal = signal.SIGTERM
+
+        def __init__(self, _: object) -> None: ...
+
+        def ends(self) -> bool:
+            asked.append(True)
+            return len(asked) > 6
+
+    monkeypatch.setattr(together, "Stop", Agreed)
+    stopped = run.train(config(data, non_finite=policy, log_every=1, save_every=0, eval_every=0), tmp_path / "run")
+    # Two steps and one begun before the bad one is known; once between; then two more, or two from the start.
+    assert (stopped.signal, stopped.step) == (signal.SIGTERM, 4 if policy == "skip:1" else 2)
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [stopped.step]
 
 
 def test_so_many_in_a_row_are_left_out_and_no_more_also_when_resumed(

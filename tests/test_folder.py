@@ -101,6 +101,22 @@ def test_a_run_in_use_is_refused(data: Path, straight: Path) -> None:
     assert snapshot(straight) == before
 
 
+def test_a_lock_that_was_removed_before_it_was_taken_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process could make it anew, and both would train."""
+    real = folder._lock
+
+    def late(lock: Any, where: Path, say: Any) -> None:
+        (where / folder.LOCK).unlink()
+        real(lock, where, say)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_lock", late)
+        with pytest.raises(UserError, match="another process has just ended in it; give the same command again"):
+            folder.hold(tmp_path / "run", print).__enter__()
+    with folder.hold(tmp_path / "run", print):
+        pass
+
+
 def test_a_run_that_cannot_begin_leaves_no_folder(data: Path, tmp_path: Path) -> None:
     for changes in (
         {"mesh": "data=3"},

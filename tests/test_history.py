@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bigram import Bigram, config, text
 
-from jaxgpt.data import Prefetcher, blend, open_mixture
+from jaxgpt.data import Prefetcher, blend, megatron, open_mixture
 from jaxgpt.errors import UserError
 from jaxgpt.training import folder, history, metrics, run
 from jaxgpt.training.reading import Reading
@@ -155,7 +155,16 @@ def test_a_slow_source_is_said_once(data: Path, tmp_path: Path) -> None:
     assert measured.slow(100) is None
 
 
-def test_a_damaged_history_is_named(data: Path, straight: Path) -> None:
-    (straight / "samples.json").write_text("[{}]")
+@pytest.mark.parametrize("content", ["[{}]", "[]", "{}", "null", "["])
+def test_a_damaged_history_is_named(content: str, data: Path, straight: Path) -> None:
+    (straight / "samples.json").write_text(content)
     with pytest.raises(UserError, match=r"samples\.json: is damaged"):
         run.train(config(data, steps=14), straight)
+
+
+def test_tokens_of_another_tokenizer_are_named_where_only_validation_has_them(data: Path, tmp_path: Path) -> None:
+    """A look-up would take the last entry in their place, and the loss would be of another text."""
+    text = np.arange(4000) % 200
+    megatron.write(tmp_path / "tokens", [text, np.full(20, 300)], 40_000)
+    with pytest.raises(UserError, match="--data: token 300 of the validation part is outside of the model's 256 entr"):
+        run.train(config(tmp_path / "tokens", steps=1), tmp_path / "run")

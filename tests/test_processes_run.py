@@ -16,6 +16,7 @@ import pytest
 from bigram import HERE, last_arrays, losses, text
 from many import LIMIT, command, ended, started
 from tiny import GPT, batches, run_config
+from wrong import SAMPLE
 
 from jaxgpt.data import open_mixture
 from jaxgpt.errors import RESUMABLE
@@ -106,6 +107,21 @@ def test_every_process_reads_its_own_part_alone(traces: tuple[int, Path]) -> Non
         assert [len(part) for part in first] == [16 if "pipe" in which else 8] * count
 
 
+def test_what_is_not_finite_is_named_alike_by_all(traces: tuple[int, Path]) -> None:
+    """Of four microbatches of four samples; the first two samples have no target, and so no loss."""
+    count, where = traces
+    for which in MESHES[count]:
+        first, *others = [json.loads((where / f"culprits-{which}-{i}.json").read_text()) for i in range(count)]
+        assert others == [first] * (count - 1)
+        named = [(one["what"], one["name"], one["layer"], one["microbatch"], one["samples"]) for one in first]
+        assert named == [
+            ("activation", "blocks.attention", 0, SAMPLE // 4, [SAMPLE]),
+            ("loss", "the loss", None, 0, [2, 3]),
+            ("gradient", "blocks.mlp.up.bias", 1, 0, [0, 1, 2, 3]),
+            ("nothing", "", None, None, []),
+        ], which
+
+
 # A run
 
 
@@ -173,6 +189,11 @@ def test_one_is_killed_the_others_name_it_and_the_same_command_resumes_bit_for_b
     assert status == RESUMABLE, said
     assert f"jaxgpt: error: process {killed} on {HOST} is gone" in said
     assert "Traceback" not in said
+    (stacks,) = (where / "faults").glob(f"stacks-step-*-process-{1 - killed}.txt")
+    text = stacks.read_text()
+    assert text.startswith(f"process {killed} on {HOST} is gone")
+    assert "; in phase " in text
+    assert "Thread 0x" in text
     with several(where, mesh=MESH) as processes:
         (zero, said), (one, _) = ended(processes)
     assert (zero, one) == (0, 0), said

@@ -67,9 +67,7 @@ def test_killed_three_times_in_the_middle_of_saves_nothing_committed_is_lost(dat
 def test_a_signal_saves_and_ends_with_a_status_that_says_resumable(
     process: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    # As Slurm does: a warning, perhaps twice, and then an end, which finds the run on its way.
-    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
-        process.send_signal(number)
+    process.send_signal(signal.SIGUSR1)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == RESUMABLE
     step = max(checkpoint.steps(tmp_path / "run" / "checkpoints"))
@@ -79,17 +77,18 @@ def test_a_signal_saves_and_ends_with_a_status_that_says_resumable(
 
 
 def test_a_second_signal_ends_at_once(data: Path, tmp_path: Path) -> None:
+    """As Slurm sends them: a warning, and an end when the time is over."""
     where = tmp_path / "run"
     # A step that would take minutes: only the second signal can end it.
     with start(where, data, hang=3, steps=40, log_every=1, save_every=1) as started:
         wait_for(started, where, 2)
         time.sleep(0.3)
-        started.send_signal(signal.SIGINT)
+        started.send_signal(signal.SIGUSR1)
         assert started.stdout is not None
-        while "SIGINT" not in (line := started.stdout.readline()):
+        while "SIGUSR1" not in (line := started.stdout.readline()):
             assert line, "ended at the first signal"
-        started.send_signal(signal.SIGINT)
-        assert started.wait(timeout=60) == 128 + signal.SIGINT
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(timeout=60) == 128 + signal.SIGTERM
         assert "stopped after" not in started.stdout.read()
     assert checkpoint.steps(where / "checkpoints")
 

@@ -4,7 +4,9 @@
 #     sbatch experiments/cluster/slurm.sh --preset gpt3-1.3b --data my_texts/ --mesh fsdp=16 --run runs/mine
 #
 # srun tells each process who it is; jaxgpt finds the rest. Two minutes before the time is over Slurm sends USR1 to all
-# processes. A run that was stopped, or that has lost a node, is queued again, and goes on from its last checkpoint.
+# processes, and each run is saved. A second signal to a process, such as the TERM when the time is over, ends it at once:
+# where steps or saves take longer, warn earlier. A run that was stopped, or that has lost a node, is queued again, and
+# goes on from its last checkpoint.
 #
 #SBATCH --job-name=jaxgpt
 #SBATCH --nodes=2

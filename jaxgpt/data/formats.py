@@ -142,7 +142,7 @@ def _text_of(path: str, form: Form, line: bytes, place: int) -> str:
         found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _bad(path, form, place, f"not UTF-8 at its byte {error.start} ({error.reason})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of brackets in thousands
         raise _bad(path, form, place, f"not JSON ({error})") from None
     if not isinstance(found, dict):
         raise _bad(path, form, place, "not a JSON object") from None

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, told_of
 
 _START = "from jaxgpt.data.workers import serve; serve()"
 
@@ -36,7 +36,7 @@ class Workers:
     def map(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
         """function of each task, in order; function is one of a module, not made inside another.
 
-        Raises UserError as the function does, and RuntimeError where a worker dies.
+        Raises UserError as the function does and where a worker was killed, RuntimeError where it failed.
         """
         if self.count < 2:
             return map(function, tasks)
@@ -84,7 +84,12 @@ class Workers:
             _send(process.stdin, (function, task))
             good, answer = _receive(process.stdout)
         except (EOFError, BrokenPipeError):
-            raise RuntimeError(f"a worker of data preparation has ended with status {process.wait()}") from None
+            if (status := process.wait()) < 0:
+                raise UserError(
+                    f"a process that reads data was ended by signal {-status} (9: the system had no memory left for "
+                    "it); give the same command again, on fewer cores"
+                ) from None
+            raise RuntimeError(f"a worker of data preparation has ended with status {status}") from None
         finally:
             self._idle.put(process)
         if good:
@@ -106,8 +111,10 @@ def serve() -> None:
             return
         try:
             answer = True, function(task)
-        except UserError as error:
-            answer = False, str(error)
+        except (UserError, OSError) as error:
+            if (told := told_of(error)) is None:
+                raise
+            answer = False, told[0]
         _send(answers, answer)
 
 

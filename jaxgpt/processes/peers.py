@@ -34,6 +34,8 @@ _ASLEEP = 5.0
 """Seconds between two turns of the watch after which this process itself was stopped, not the others."""
 _LEAVING = 3.0
 """Seconds for which process 0 waits for the others to end before it ends itself."""
+_WORDS = 10.0
+"""Seconds in which a process that ends because another is gone writes down what it was at."""
 
 Failure = tuple[str, int]
 """One line, and an exit status."""
@@ -47,6 +49,9 @@ class Peers:
         self.gate = Gate()
         self.noted: Callable[[str], None] = lambda text: None
         """Told, on process 0, which process has been told to stop; from another thread."""
+        self.last_words: Callable[[str], object] = lambda text: None
+        """Told why, where a process is gone and this one ends for it: returns a file with what it was at, or None; from
+        another thread."""
         self.hosts = [host] * self.count
         self._launch, self._lines, self._server = launch, dict(found), server
         self._failures: dict[int, Failure] = {}
@@ -112,15 +117,29 @@ class Peers:
         if self._server is not None:
             self._server.close()
 
-    def end(self, text: str, status: int, told: tuple[str, ...] = ()) -> NoReturn:
-        """Ends all processes at once, with one line each for `text` and `told`. From any thread."""
+    def end(self, text: str, status: int, told: tuple[str, ...] = (), gone: bool = False) -> NoReturn:
+        """Ends all processes at once, with one line each for `text` and `told`. gone: since one is. From any thread."""
         self._ended.set()
         said = "".join(f"jaxgpt: error: {' '.join(one.split())}\n" for one in (text, *told) if one)
         os.write(2, said.encode())
         if self.index == 0:
-            self.tell("end", status=status, text="")
-            self._see_off()
-        os._exit(status)
+            self.tell("end", status=status, text="", gone=text if gone else "")
+        try:
+            if gone and (file := self._write_down(text, status)) is not None:
+                os.write(2, f"jaxgpt: stacks and collectives: {file}\n".encode())
+        finally:  # whatever befell that
+            if self.index == 0:
+                self._see_off()
+            os._exit(status)
+
+    def _write_down(self, text: str, status: int) -> object:
+        """Last words, for which there is time until _WORDS seconds are over, whatever hinders the writing."""
+        timer = threading.Timer(_WORDS, os._exit, (status,))
+        timer.daemon = True
+        timer.start()
+        file = self.last_words(text)
+        timer.cancel()
+        return file
 
     def _see_off(self) -> None:
         """Waits for the others to end first: what was sent to them might be lost with this process's connections."""
@@ -181,7 +200,11 @@ class Peers:
                 line.left = True
             case "end":
                 self._ended.set()
-                os._exit(int(message["status"]))
+                try:
+                    if gone := str(message.get("gone", "")):
+                        self._write_down(gone, int(message["status"]))
+                finally:
+                    os._exit(int(message["status"]))
 
     def _ask(self, signal: int, index: int) -> None:
         with self._asking:
@@ -212,9 +235,8 @@ class Peers:
                 self._gone(line, f"nothing was heard of it for {SILENT:g} s")
 
     def _gone(self, line: Line, how: str) -> NoReturn:
-        self.end(
-            f"{self.name(line.index)} is gone ({how}); the same command goes on from the last checkpoint", RESUMABLE
-        )
+        text = f"{self.name(line.index)} is gone ({how}); the same command goes on from the last checkpoint"
+        self.end(text, RESUMABLE, gone=True)
 
     def _judge(self) -> None:
         """On process 0: says what has failed, when all have or the time for it is over, and ends all."""

@@ -17,7 +17,10 @@ from jaxgpt.errors import UserError
 LINGER = 20.0
 """Seconds for which the service outlives process 0."""
 TIMEOUT = 100
-"""Seconds without a sign of life after which JAX takes a process to be dead: more than the watch's own."""
+"""Seconds that processes wait for each other at the end."""
+HEARTBEAT = 7 * 24 * 3600
+"""Seconds without a sign of life after which JAX takes a process to be dead. The watch (peers.py) knows sooner; JAX
+would abort all processes of a job that a batch system has suspended for longer, which the watch lets go on."""
 _START = "import sys; from jaxgpt.processes.service import serve; serve(sys.argv[1], int(sys.argv[2]))"
 
 
@@ -46,9 +49,10 @@ def serve(address: str, count: int) -> None:
     """Serves until process 0 is gone, and LINGER seconds more."""
     from jaxlib import _jax
 
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)  # they are meant for process 0
-    service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=TIMEOUT, shutdown_timeout=TIMEOUT)
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)  # they are meant for process 0, but batch systems send them to all there are
+    times = {"heartbeat_timeout": HEARTBEAT, "shutdown_timeout": TIMEOUT}
+    service = _jax.get_distributed_runtime_service(address, count, **times)
     print("ready", flush=True)
     sys.stdin.read()
     time.sleep(LINGER)

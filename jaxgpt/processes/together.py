@@ -25,7 +25,7 @@ from jaxgpt.errors import UserError, told_of
 from jaxgpt.processes import lines, peers
 from jaxgpt.processes.launch import Launch, seconds
 from jaxgpt.processes.peers import Peers
-from jaxgpt.processes.service import TIMEOUT, Service
+from jaxgpt.processes.service import HEARTBEAT, TIMEOUT, Service
 
 WAIT = 600.0
 """Seconds for which a process waits at a barrier, unless it is said otherwise. That the others are alive is watched all
@@ -150,7 +150,7 @@ def _initialize(launch: Launch, found: Peers, port: int) -> None:
         launch.index,
         init_timeout=int(seconds()),
         shutdown_timeout=TIMEOUT,
-        heartbeat_timeout=TIMEOUT,
+        heartbeat_timeout=HEARTBEAT,
         use_compression=True,
     )
     state.client.connect()

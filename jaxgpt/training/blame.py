@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.model.taps import SITES, as_far_as
+from jaxgpt.processes import together
 from jaxgpt.sharding.layout import split_axes
 from jaxgpt.sharding.named import relayout
 from jaxgpt.training.microbatch import BLOCKS
@@ -66,7 +67,7 @@ class Culprit:
 def find(program: Program, params: Arrays, batch: Batch, updates: int) -> Culprit:
     """The culprit of a step with these parameters, before which the optimizer has made so many updates.
 
-    batch: the global batch, {"inputs", "targets"} [global_batch, seq].
+    batch: the global batch, {"inputs", "targets"} [global_batch, seq]; where documents are separate, also {"starts"}.
     """
     return _Search(program, params, batch, np.int32(updates)).culprit()
 
@@ -121,9 +122,10 @@ class _Search:
     def probed(self, microbatch: int, layer: int, site: str) -> np.ndarray:
         """Of each sample of a microbatch, how many entries of an activation are not finite; layer -1: the embedding."""
         first = microbatch * self.rows
-        tokens = self.program.place_tokens(self.batch["inputs"][first : first + self.rows])
+        mine = slice(first, first + self.rows)
+        placed = {name: self.program.place_tokens(self.batch[name][mine]) for name in _read(self.program)}
         asked = np.int32(layer), np.int32(SITES.index(site))
-        found: np.ndarray = jax.device_get(_probe(self.program)(self.params, tokens, *asked))
+        found: np.ndarray = jax.device_get(_probe(self.program)(self.params, placed, *asked))
         return found
 
     # The answers
@@ -161,12 +163,12 @@ class _Search:
 
     def loss_is_wrong(self, samples: Sequence[int]) -> bool:
         """Whether the loss of these samples, of one microbatch, is not finite."""
-        inputs, targets = (self.batch[name] for name in ("inputs", "targets"))
         first = samples[0] // self.rows * self.rows
         mine = slice(first, first + self.rows)
         counted = np.isin(np.arange(first, first + self.rows), samples)[:, None]
-        placed = self.program.place({"inputs": inputs[mine], "targets": np.where(counted, targets[mine], -1)})
-        loss, _ = jax.device_get(self.program.evaluate(self.params, placed))
+        batch = {name: array[mine] for name, array in self.batch.items()}
+        batch |= {"targets": np.where(counted, batch["targets"], -1)}
+        loss, _ = jax.device_get(self.program.evaluate(self.params, self.program.place(batch)))
         return not np.isfinite(loss)
 
     def guilty(self) -> list[int]:
@@ -221,10 +223,11 @@ def _examine(program: Program) -> Any:
 
 @lru_cache(maxsize=1)
 def _probe(program: Program) -> Any:
-    """(params, tokens of a microbatch, layer, site) -> entries that are not finite of each sample's activation."""
+    """(params, a microbatch, layer, site) -> entries of each sample's activation that are not finite."""
     step = program.step_of
     microbatch = PartitionSpec(*step.layout.batch()[1:])
-    inputs = (state_specs(step)["params"], microbatch, PartitionSpec(), PartitionSpec())
+    placed = dict.fromkeys(_read(program), microbatch)
+    inputs = (state_specs(step)["params"], placed, PartitionSpec(), PartitionSpec())
     return _program(program, partial(_probed, step), inputs, PartitionSpec(*microbatch[:1]))
 
 
@@ -236,7 +239,7 @@ def _program(program: Program, function: Callable[..., Any], inputs: tuple[Any, 
     def run(*arguments: Any) -> Any:
         return jax.tree.map(lambda found: jax.reshard(found, every), inside(*arguments))
 
-    return jax.jit(run)
+    return together.at_once(jax.jit(run))
 
 
 def _examined(step: Step, params: Arrays, batch: Arrays, updates: jax.Array) -> tuple[Any, ...]:
@@ -256,10 +259,15 @@ def _wrong(step: Step, x: jax.Array, spec: PartitionSpec, kept: int) -> jax.Arra
     return lax.psum(count, axes) if axes else count
 
 
-def _probed(step: Step, params: Arrays, tokens: jax.Array, layer: jax.Array, site: jax.Array) -> jax.Array:
+def _read(program: Program) -> tuple[str, ...]:
+    """What the blocks are told of a batch."""
+    return ("inputs", "starts") if program.separate else ("inputs",)
+
+
+def _probed(step: Step, params: Arrays, batch: Arrays, layer: jax.Array, site: jax.Array) -> jax.Array:
     def pick(taken: Arrays) -> jax.Array:
         return lax.select_n(site, *(taken[name] for name in SITES))
 
-    x, _ = step.stream(params, tokens, partial(as_far_as, layer, pick))
+    x, _ = step.stream(params, batch["inputs"], partial(as_far_as, layer, pick), batch.get("starts"))
     count = jnp.sum(~jnp.isfinite(relayout(x, "batch seq embed")), axis=(1, 2), dtype=jnp.float32)
     return lax.psum(count, "context") if "context" in step.axes else count

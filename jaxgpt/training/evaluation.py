@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxgpt.data.loader import NO_TARGET, Batch
 from jaxgpt.data.megatron import Documents
 from jaxgpt.data.mixture import validation_batches
+from jaxgpt.errors import UserError
 from jaxgpt.training.program import Program
 
 
@@ -65,6 +67,7 @@ def measure(
     for batch in validation_batches(tokens, seq, program.micro_batch, limit, stride, documents, edges):
         if stopped():
             return None
+        _refuse_strange(batch, program.config.model.vocab)
         # Read before the next is dispatched: two programs in flight, neither waiting for the other's result, can each
         # hold threads that the other's collectives wait for, where virtual devices share the host's threads.
         loss, count = jax.device_get(program.evaluate(params, program.place(batch)))
@@ -73,3 +76,14 @@ def measure(
     all_of_it = counted == sum(len(text) - 1 for text in tokens)
     bits = None if size is None or limit is not None or not all_of_it else total / math.log(2) / size
     return Figures(total / counted, counted, bits)
+
+
+def _refuse_strange(batch: Batch, vocab: int) -> None:
+    """Raises UserError where tokens that others have made are of another tokenizer: a lookup would take the nearest."""
+    found = np.concatenate([batch["inputs"].ravel(), batch["targets"][batch["targets"] != NO_TARGET]])
+    strange = found[(found < 0) | (found >= vocab)]
+    if strange.size:
+        raise UserError(
+            f"--data: token {strange[0]} of the validation part is outside of the model's {vocab:,} entries; give "
+            "--tokenizer the one that made these files"
+        )

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError
-from jaxgpt.processes import together
 from jaxgpt.training import folder
 from jaxgpt.training.blame import Culprit
 from jaxgpt.training.metrics import Metrics, Record, Unwritten
@@ -83,10 +82,8 @@ def decide(config: RunConfig, skipped: int) -> Decision:
 
 
 def record(run: Path, metrics: Metrics | Unwritten, step: int, first: int, culprit: Culprit, action: Decision) -> Path:
-    """Writes down what is known of a step that is not finite, whose samples begin at `first` of the run's; of several
-    processes the first alone. Returns the file. Raises UserError where it cannot be written."""
-    if not together.is_first():
-        return run / FOLDER / f"step-{step}.json"
+    """Writes down what is known of a step that is not finite, whose samples begin at `first` of the run's. Returns the
+    file. Of several processes one alone is to do it. Raises UserError where it cannot be written."""
     known: dict[str, Any] = asdict(culprit) | {
         "action": action,
         "samples": list(culprit.samples),

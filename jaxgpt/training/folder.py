@@ -96,6 +96,7 @@ def hold(run: Path, say: Callable[[str], None]) -> Iterator[None]:
         raise _unusable(run, error) from None
     with lock:
         _lock(lock, run, say)
+        _refuse_lost(lock, run)
         try:
             yield
         finally:
@@ -271,6 +272,17 @@ def _lock(lock: IO[str], run: Path, say: Callable[[str], None]) -> None:
         lock.flush()
     except OSError as error:
         raise _unusable(run, error) from None
+
+
+def _refuse_lost(lock: IO[str], run: Path) -> None:
+    """Raises UserError where another process has removed the file between its opening and its locking: a third one
+    would make it anew, and lock that."""
+    try:
+        there = os.path.samestat(os.fstat(lock.fileno()), (run / LOCK).stat())
+    except FileNotFoundError:
+        there = False
+    if not there:
+        raise UserError(f"--run {run}: another process has just ended in it; give the same command again")
 
 
 def _refuse(fields: list[str]) -> None:

@@ -103,6 +103,9 @@ def _write(run: Path, phases: list[Phase]) -> None:
 def _read(run: Path) -> list[Phase]:
     try:
         found = json.loads((run / FILE).read_bytes())
-        return [Phase(**{**one, "shares": tuple((name, weight) for name, weight in one["shares"])}) for one in found]
+        phases = [Phase(**{**one, "shares": tuple((name, weight) for name, weight in one["shares"])}) for one in found]
+        if not phases or phases[0].step:
+            raise ValueError("it does not begin at step 0")
+        return phases
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run / FILE}: is damaged ({error}); restore it") from None

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,7 +98,7 @@ class Loop:
             self._signals = stack.enter_context(StopSignals(self._noted))
             self._stop = together.Stop(lambda: self._signals.received)
             if (peers := together.watched()) is not None:
-                peers.noted = self._noted
+                peers.noted, peers.last_words = self._noted, self.watchdog.write_down
             self._progress = stack.enter_context(self.console.progress(self.config.steps))
             self._resources = stack.pop_all()
         return self
@@ -113,12 +114,14 @@ class Loop:
         self._tracer.announce(self.done, config.steps)
         with self._pace.paused():
             self._validate_if_due()
-        while self.done < config.steps and self._stop.signal is None and self.rewind is None:
+        stops = False
+        while self.done < config.steps and not stops and self.rewind is None:
             self._advance()
+            stops = self._stop.ends()  # not what this process has heard: all leave the loop at the same step
         if self.rewind is None and self.saved != self.done:
             self._validate_if_due()
             self._save()
-        if self.done < config.steps:
+        if stops and self.done < config.steps:
             self.stopped = self._stop.signal
 
     def _records(self) -> list[metrics.Record]:
@@ -236,7 +239,8 @@ class Loop:
             culprit = find(self.program, self.state["params"], self._fetch(step - 1, whole=True), updates)
         decision = faults.decide(self.config, self._left_out)
         first = self._samples(step - 1)
-        file = faults.record(self.run, self._metrics, step, first, culprit, decision)
+        record = partial(faults.record, self.run, self._metrics, step, first, culprit, decision)
+        file = Path(together.told("a fault's file", lambda: str(record())))
         self.done = step - 1
         if decision == "stop":
             if culprit.whole and self.saved != self.done:
@@ -325,7 +329,7 @@ class Loop:
     def _noted(self, name: str) -> None:
         if (peers := together.watched()) is not None and (received := self._signals.received) is not None:
             peers.stop(received)
-        self.console.say(f"{name}: the step that runs is finished and saved; the same again ends at once")
+        self.console.say(f"{name}: the step that runs is finished and saved; a second signal ends at once")
 
 
 def _due(step: int, every: int) -> bool:

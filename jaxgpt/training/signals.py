@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the first for an orderly end; a second Ctrl-C or SIGTERM ends it at once.
+"""Signals that ask a run to end: the first for an orderly end, a second one of any kind at once.
 
 SIGUSR1 and SIGUSR2 are what Slurm and other batch systems warn with before they end a job (sbatch --signal=USR1@120).
 """
@@ -11,14 +11,15 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-ENDS = (signal.SIGINT, signal.SIGTERM)
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-SIGNALS = (*ENDS, *WARNINGS)
+from jaxgpt.errors import RESUMABLE
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopSignals:
-    """While entered, the first signal is noted in `received`; a second SIGINT or SIGTERM ends the process. A warning
-    that comes again is none the more urgent, and what comes after a warning finds the run on its way to an end.
+    """While entered, the first signal is noted in `received`; a second one, whichever it is, ends the process with the
+    status that shells know, 128 + its number: what is committed stays, what is being saved does not become a
+    checkpoint.
 
     A thread hears of them as they come, even while the main thread waits for a device: a Python handler would not
     run until that wait is over. In a notebook the second one is a KeyboardInterrupt, since its process is not ours
@@ -31,8 +32,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._noted = noted
         self._main = threading.current_thread() is threading.main_thread()
-        self._ends = 0
-        self._handled = 0
+        self._handled = False
 
     def __enter__(self) -> "StopSignals":
         if not self._main:
@@ -64,15 +64,21 @@ class StopSignals:
             if self.received is None:
                 self.received = signal.Signals(number[0])
                 self._noted(self.received.name)
-            self._ends += number[0] in ENDS
-            if self._ends > 1 and not in_notebook():
+            elif not in_notebook():
                 os._exit(128 + number[0])
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
         """Takes the place of the default, which would end the process at the first signal."""
-        self._handled += number in ENDS
-        if self._handled > 1:
+        if self._handled:
             raise KeyboardInterrupt
+        self._handled = True
+
+
+def end_resumable(name: str) -> None:
+    """What a command does at the first signal where there is nothing yet, or no longer, to be saved: ends as after one
+    that a run was saved for."""
+    os.write(2, f"jaxgpt: {name}: no step runs that could be saved; the same command goes on\n".encode())
+    os._exit(RESUMABLE)
 
 
 def in_notebook() -> bool:

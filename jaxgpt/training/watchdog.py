@@ -11,6 +11,7 @@ What is on the disk stays; the same command goes on from the last checkpoint.
 """
 
 import faulthandler
+import itertools
 import os
 import statistics
 import sys
@@ -22,7 +23,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import IO, TypeVar
+
+from jaxgpt.processes import together
 
 STATUS = 69
 """Exit status of a process that the watchdog ended: EX_UNAVAILABLE of sysexits.h."""
@@ -163,29 +166,46 @@ class Watchdog:
             if self._ended:
                 return
             self._ended = True
-            phases, step = " in ".join(phase.name for phase in reversed(self._phases)), self._step
         timer = threading.Timer(LAST_WORDS, self._leave, (STATUS,))
         timer.daemon = True
         timer.start()
         try:
-            said = f"jaxgpt: error: {reason}; in phase {phases}, after step {step}; the run can be resumed"
-            print(said, file=sys.stderr, flush=True)
+            print(f"jaxgpt: error: {self._said(reason)}; the run can be resumed", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=2, all_threads=True)
-            self._write(said, step)
+            if (file := self.write_down(reason)) is not None:
+                print(f"jaxgpt: stacks and collectives: {file}", file=sys.stderr, flush=True)
         finally:
             timer.cancel()
             self._leave(STATUS)
 
-    def _write(self, said: str, step: int) -> None:
-        file = self._run / "faults" / f"stacks-step-{step}-process-{os.getpid()}.txt"
-        with suppress(OSError):  # of a full disk: all but the collectives has been said already
-            file.parent.mkdir(exist_ok=True)
-            with file.open("w", encoding="utf-8") as out:
-                print(said, file=out, flush=True)
-                faulthandler.dump_traceback(file=out, all_threads=True)
-                print("collectives of a step, of which the last one may be waiting for a peer:", file=out, flush=True)
-                print("\n".join(self._collectives()), file=out)
-            print(f"jaxgpt: stacks and collectives: {file}", file=sys.stderr, flush=True)
+    def write_down(self, reason: str) -> Path | None:
+        """Writes what this process was at into RUN/faults/: phase, stacks of all threads, the collectives of a step.
+        Returns the file; None where it could not be begun. From any thread."""
+        try:
+            (self._run / "faults").mkdir(exist_ok=True)
+            with self._file() as out:
+                with suppress(OSError):  # of a full disk: the file has what there was room for
+                    print(self._said(reason), file=out, flush=True)
+                    faulthandler.dump_traceback(file=out, all_threads=True)
+                    line = "collectives of a step, of which the last one may be waiting for a peer:"
+                    print(line, file=out, flush=True)
+                    print("\n".join(self._collectives()), file=out, flush=True)
+                return Path(out.name)
+        except OSError:
+            return None
+
+    def _said(self, reason: str) -> str:
+        with self._lock:
+            phases = " in ".join(phase.name for phase in reversed(self._phases))
+            return f"{reason}; in phase {phases}, after step {self._step}"
+
+    def _file(self) -> IO[str]:
+        """A new file, named by this process's number: in containers, all may have the same id."""
+        for number in itertools.count(1):
+            name = f"stacks-step-{self._step}-process-{together.index()}{f'-{number}' if number > 1 else ''}.txt"
+            with suppress(FileExistsError):
+                return (self._run / "faults" / name).open("x", encoding="utf-8")
+        raise AssertionError("numbers have no end")
 
     def _watch(self) -> None:
         while not self._over.wait(POLL):
