@@ -188,9 +188,9 @@ def test_a_checkpoint_is_named_by_its_step(runs):
     assert runs.calls == [("evaluate", (Path("runs/mine"), None, "", "best", None), {})]
 
 
-def test_export(runs):
-    assert main(["export", "runs/mine", "out", "--dtype", "bf16"]) == 0
-    assert runs.calls == [("load", (Path("runs/mine"), "", "last"), {}), ("export", (Path("out"), "bf16"), {})]
+def test_export(runs, tmp_path):
+    assert main(["export", "runs/mine", str(tmp_path), "--dtype", "bf16"]) == 0
+    assert runs.calls == [("load", (Path("runs/mine"), "", "last"), {}), ("export", (tmp_path, "bf16"), {})]
 
 
 # Help

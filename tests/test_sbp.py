@@ -428,6 +428,8 @@ def test_the_tables_can_be_read():
 def test_formulas_that_have_no_table():
     with pytest.raises(ValueError, match="stands twice in one tensor"):
         einsum("ii->i")
+    with pytest.raises(ValueError, match="no input has the output's M"):
+        einsum("BE,EN->BM")
     with pytest.raises(ValueError, match="zip"):
         einsum("ab,bc,cd,de,ef->af")
 

@@ -87,8 +87,6 @@ def operator(
     output, inside = tuple(right.split()), inside or {}
     if any(len(set(dims)) < len(dims) for dims in (output, *inputs.values())):
         raise ValueError(f"{name}: a dimension stands twice in one tensor, so that one cannot split it")
-    if set(output) - {dim for dims in inputs.values() for dim in dims}:
-        raise ValueError(f"{name}: the output has a dimension that no input has")
     rules = [Rule((B,) * len(inputs), B)]
     for dim in dict.fromkeys(d for dims in inputs.values() for d in dims):
         if dim in whole.split():
@@ -106,6 +104,8 @@ def einsum(formula: str) -> Operator:
     left, right = re.sub(r"\s", "", formula).split("->")
     operands = dict(zip("xwvu"[: left.count(",") + 1], left.split(","), strict=True))
     tensors = ", ".join(f"{name}: {' '.join(dims)}" for name, dims in operands.items())
+    if new := set(right) - set(left):
+        raise ValueError(f"einsum {formula}: no input has the output's {', '.join(sorted(new))}")
     gone = " ".join(sorted(set(left) - set(right) - {","}))
     return operator(f"einsum {formula}", f"{tensors} -> {' '.join(right)}", summed=gone, linear=tuple(operands))
 
