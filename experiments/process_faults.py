@@ -2,17 +2,21 @@
 
     python experiments/process_faults.py --kills 20 --processes 2 --out experiments/results/process_faults.json
 
-A run of the small model below is started as often as it is killed, until it has finished; each time one process, drawn
-at random, is killed with SIGKILL at a random moment between its start and its end. Kept of each kill: how long the
-others took to end, with which status, what process 0 (or, where that was killed, process 1) said, and how far the run
-was. The last checkpoint and all losses must be those of a run that nothing befell, byte for byte. Needs two cores.
+A run of the small model below is started as often as it is killed, until it has finished, and then another, until
+there were enough kills; each time one process, drawn at random, is killed with SIGKILL at a random moment between its
+start and its end. Kept of each kill: how long the others took to end, with which status, what process 0 (or, where that
+was killed, process 1) said, and how far the run was. The last checkpoint and all losses must be those of a run that
+nothing befell, byte for byte. Needs two cores.
 """
 
 import argparse
 import json
 import os
+import platform
 import random
 import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +26,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import jax
+
 from jaxgpt.errors import RESUMABLE
 from jaxgpt.training import checkpoint, metrics
 
@@ -29,9 +35,9 @@ LIMIT = 60.0
 """Seconds within which the others must have ended."""
 STEPS = 400
 FLAGS = (
-    f"--data stdlib --tokenizer bytes --validation 0.001 --layers 2 --width 64 --heads 4 --seq 64 --steps {STEPS} "
-    "--global-batch 16 --warmup 10 --save-every 5 --eval-every 50 --eval-tokens 4096 --log-every 5 --keep 3 "
-    "--dropout 0.1"
+    "--data stdlib --tokenizer bytes --validation 0.001 --layers 2 --width 64 --heads 4 --kv-heads 2 --seq 64 "
+    f"--steps {STEPS} --global-batch 16 --warmup 10 --save-every 5 --eval-every 50 --eval-tokens 4096 "
+    "--log-every 5 --keep 3 --dropout 0.1"
 ).split()
 
 
@@ -123,6 +129,11 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
     return [(record["kind"], record["step"], record["loss"]) for record in metrics.read(run)]
 
 
+def same(run: Path, straight: Path) -> bool:
+    """Whether a run that went on is, byte for byte, the one that nothing befell."""
+    return bytes_of(run) == bytes_of(straight) and losses(run) == losses(straight)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
@@ -130,7 +141,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     told = parser.parse_args()
-    draw, kills = random.Random(told.seed), []
+    draw = random.Random(told.seed)
+    kills: list[Kill] = []
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         straight, run = logs / "straight", logs / "run"
@@ -139,18 +151,25 @@ def main() -> int:
             print((logs / "0.txt").read_text())
             return 1
         whole = time.monotonic() - began
+        equal, runs = True, 1
         while len(kills) < told.kills:
             # Runs that are resumed are shorter: most kills fall between the start and the last step.
             found = struck(run, told.processes, logs, draw, min(whole, 30.0))
             if found is None:
-                break
+                equal, runs = equal and same(run, straight), runs + 1
+                shutil.rmtree(run)
+                continue
             kills.append(found)
             print(found, flush=True)
         finished = wait(start(run, told.processes, logs), 1800) == [0] * told.processes
-        equal = finished and bytes_of(run) == bytes_of(straight) and losses(run) == losses(straight)
+        equal = equal and finished and same(run, straight)
     good = equal and all(kill.named and kill.seconds < LIMIT and set(kill.statuses) == {RESUMABLE} for kill in kills)
     result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
         "processes": told.processes,
+        "runs": runs,
         "seconds_of_a_straight_run": round(whole, 1),
         "resumed_to_the_end": finished,
         "bit_for_bit": equal,

@@ -346,6 +346,7 @@ def test_what_does_nothing_is_said():
     ("text", "fields", "says"),
     [
         ("tensor=2", {"zero": 2}, ["--zero 2: does nothing without a data axis"]),
+        ("data=2", {"context_attention": "ring"}, ["--context-attention ring: does nothing without a context axis"]),
         ("data=2", {"sequence_parallel": True}, ["--sequence-parallel: does nothing without a tensor axis"]),
         (
             "data=2",

@@ -101,9 +101,8 @@ class Plan:
     def apply(self, config: RunConfig) -> RunConfig:
         """The configuration with this plan in place of its own mesh and all that a plan says."""
         chosen = {name: getattr(self, name) for name in CHOSEN} | {"schedule_file": ""}
-        return dataclasses.replace(
-            config, mesh=format_mesh(self.sizes), context_attention=self.context_attention, **chosen
-        )
+        form = self.context_attention if self.context > 1 else "auto"
+        return dataclasses.replace(config, mesh=format_mesh(self.sizes), context_attention=form, **chosen)
 
     def to_json(self) -> dict[str, Any]:
         """Every choice by name, the mesh as the text of --mesh."""

@@ -21,6 +21,7 @@ def _without_axis(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
         ("pipe", f"--schedule-file {config.schedule_file}", bool(config.schedule_file)),
         ("data", f"--zero {config.zero}", config.zero > 0),
         ("tensor", "--sequence-parallel", config.sequence_parallel),
+        ("context", f"--context-attention {config.context_attention}", config.context_attention != "auto"),
     )
     for axis, flag, asked in flags:
         if asked and sizes[axis] == 1:
