@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxgpt.arguments import parse, verb_of
 from jaxgpt.errors import UserError, require
-from jaxgpt.flags import ListFlags, LookFlags, ParametersFlags, VerifyFlags
+from jaxgpt.file_flags import ListFlags, LookFlags, ParametersFlags, VerifyFlags
 from jaxgpt.interop import safetensors
 from jaxgpt.training import manifest, retention, zarr
 from jaxgpt.training.chunks import slabs

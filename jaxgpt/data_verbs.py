@@ -18,7 +18,7 @@ from jaxgpt.data.prepare import Told
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.workers import Workers, cores
 from jaxgpt.errors import UserError, require
-from jaxgpt.flags import BlendFlags, InspectFlags, PrepareFlags
+from jaxgpt.file_flags import BlendFlags, InspectFlags, PrepareFlags
 from jaxgpt.training.console import Console, Rows, size
 
 HELP = """usage: jaxgpt data VERB [flags]

@@ -25,8 +25,8 @@ from jaxgpt.model.replaced import Replaced
 from jaxgpt.sharding.drawing import Drawing, draw, html_table, plain_rows
 from jaxgpt.training import capture, derived, fitting
 from jaxgpt.training.console import Console
+from jaxgpt.training.opened import Trained, open_new, open_trained
 from jaxgpt.training.program import Program
-from jaxgpt.training.run import Trained, open_new, open_trained
 
 
 @dataclass(eq=False)

@@ -7,7 +7,8 @@ import dataclasses
 import difflib
 from pathlib import Path
 
-from jaxgpt.config import ModelConfig, RunConfig, from_json
+from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.config_file import from_json
 from jaxgpt.errors import UserError
 
 DEMO = RunConfig(

@@ -10,7 +10,7 @@ import pytest
 
 from jaxgpt import presets
 from jaxgpt.cli import main
-from jaxgpt.config import to_json
+from jaxgpt.config_file import to_json
 from jaxgpt.flags import override
 from jaxgpt.training import folder
 

@@ -15,7 +15,7 @@ from tiny import GPT
 
 from jaxgpt import presets
 from jaxgpt.cli import main
-from jaxgpt.config import to_json
+from jaxgpt.config_file import to_json
 from jaxgpt.data import open_dataset, training_batch
 from jaxgpt.flags import override
 from jaxgpt.training import check, parity

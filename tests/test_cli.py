@@ -13,7 +13,8 @@ import pytest
 import jaxgpt.training
 from jaxgpt import flags, presets
 from jaxgpt.cli import main
-from jaxgpt.config import RunConfig, to_json
+from jaxgpt.config import RunConfig
+from jaxgpt.config_file import to_json
 from jaxgpt.errors import UserError
 
 TRAIN = """preset run plan data tokenizer init_from validation documents mesh steps seed global_batch micro_batch seq

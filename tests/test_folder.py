@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from bigram import TINY, config, snapshot, text
 
-from jaxgpt.config import RunConfig, from_json
+from jaxgpt.config import RunConfig
+from jaxgpt.config_file import from_json
 from jaxgpt.errors import UserError
 from jaxgpt.training import folder, run
 

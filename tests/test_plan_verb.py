@@ -11,7 +11,8 @@ from tiny import GPT, run_config
 import jaxgpt.training
 from jaxgpt import presets
 from jaxgpt.cli import main
-from jaxgpt.config import RunConfig, to_json
+from jaxgpt.config import RunConfig
+from jaxgpt.config_file import to_json
 from jaxgpt.planner import absent
 from jaxgpt.planner.hardware import find
 from jaxgpt.sharding import mesh

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from jaxgpt.config import ModelConfig, RunConfig, to_json
+from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.config_file import to_json
 from jaxgpt.errors import UserError
 from jaxgpt.model.parameters import parameter_count
 from jaxgpt.presets import PRESETS, preset

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from bigram import Bigram, Tree, config, last_arrays, losses, snapshot, text
 
-from jaxgpt.config import to_json
+from jaxgpt.config_file import to_json
 from jaxgpt.data import training_batch
 from jaxgpt.errors import RESUMABLE, UserError
 from jaxgpt.training import checkpoint, curve, folder, metrics, run, watchdog

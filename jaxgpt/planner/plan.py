@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxgpt.config import ModelConfig, RunConfig, check_types
+from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.config_file import check_types
 from jaxgpt.errors import UserError
 from jaxgpt.pipeline.microbatches import micro_batch
 from jaxgpt.recomputation import recomputation

@@ -5,7 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxgpt.config import RunConfig, differences, from_json
+from jaxgpt.config import RunConfig
+from jaxgpt.config_file import differences, from_json
 from jaxgpt.errors import UserError
 from jaxgpt.planner.plan import CHOSEN, Estimate, Plan
 

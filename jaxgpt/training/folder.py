@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jaxgpt.config import RunConfig, differences, from_json, to_json, uncut
+from jaxgpt.config import RunConfig, uncut
+from jaxgpt.config_file import differences, from_json, to_json
 from jaxgpt.data import Mixture, Tokenizer, blend, load_tokenizer, open_mixture
 from jaxgpt.data.files import STDLIB
 from jaxgpt.data.tokenizer import NAMES
@@ -196,7 +197,7 @@ def check_data(run: Path, config: RunConfig, stored: RunConfig, dataset: Mixture
 
 
 def data_differences(config: RunConfig, stored: RunConfig) -> list[str]:
-    """The fields among NAMES_OF_DATA that differ, as config.differences has them."""
+    """The fields among NAMES_OF_DATA that differ, as config_file.differences has them."""
     return [one for one in differences(config, stored) if one.partition(":")[0] in NAMES_OF_DATA]
 
 

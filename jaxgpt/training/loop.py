@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgpt.config import RunConfig, to_json
+from jaxgpt.config import RunConfig
+from jaxgpt.config_file import to_json
 from jaxgpt.data import Mixture, Prefetcher
 from jaxgpt.planner.flops import flops_per_token
 from jaxgpt.processes import together
