@@ -30,6 +30,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxgpt.checkpoint_verbs import damage
@@ -223,7 +224,8 @@ def main() -> int:
     kept = {
         "command": shlex.join(["python", *sys.argv]),
         "cores": cores(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        "machine": f"{platform.machine()}, {platform.system()}",
+        "versions": {"jax": jax.__version__, "python": platform.python_version(), "numpy": np.__version__},
         "results": result | {"each": [asdict(kill) for kill in found]},
     }
     RESULT.parent.mkdir(exist_ok=True)
