@@ -72,7 +72,18 @@ def spec(dims: str) -> PartitionSpec | None:
     Raises KeyError for a name that the layout does not know: a dimension is never left unsplit by a misspelling.
     """
     rules = _rules.get()
-    return None if rules is None else PartitionSpec(*(rules[name] for name in dims.split()))
+    if rules is None:
+        return None
+    if strange := [name for name in dims.split() if name not in rules]:
+        raise KeyError(f"{dims!r}: no layout names {', '.join(strange)}; there are {', '.join(rules)}")
+    return PartitionSpec(*(rules[name] for name in dims.split()))
+
+
+def _spec_for(dims: str, count: int, what: str) -> PartitionSpec | None:
+    """spec of as many dimensions as a tensor has. Raises ValueError: what is not named would else be left unsplit."""
+    if len(dims.split()) != count:
+        raise ValueError(f"{what}: {dims!r} names {len(dims.split())} dimensions of {count}")
+    return spec(dims)
 
 
 def has_layout() -> bool:
@@ -105,7 +116,8 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out: str) ->
     operands transposed.
     """
     contracted = (tuple(range(2, x.ndim)), tuple(range(x.ndim - 2)))
-    y = lax.dot_general(_whole_sequence(x), weight.astype(x.dtype), (contracted, ((), ())), out_sharding=spec(out))
+    lies = _spec_for(out, 4 + weight.ndim - x.ndim, f"product of {jax.typeof(x)} and {jax.typeof(weight)}")
+    y = lax.dot_general(_whole_sequence(x), weight.astype(x.dtype), (contracted, ((), ())), out_sharding=lies)
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -237,13 +249,13 @@ def _split_dim(dims: str) -> int | None:
 
 def relayout(x: jax.Array, dims: str) -> jax.Array:
     """x with its named dimensions laid out as the layout says: boxing, or nothing where they already lie so."""
-    wanted = spec(dims)
+    wanted = _spec_for(dims, x.ndim, f"layout of {jax.typeof(x)}")
     return x if wanted is None or jax.typeof(x).sharding.spec == wanted else jax.reshard(x, wanted)
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], dims: str) -> jax.Array:
     """jnp.reshape to a shape whose dimensions are named dims."""
-    return jnp.reshape(x, shape, out_sharding=spec(dims))
+    return jnp.reshape(x, shape, out_sharding=_spec_for(dims, len(shape), f"{jax.typeof(x)} as {list(shape)}"))
 
 
 def varying(x: jax.Array, *like: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
