@@ -89,6 +89,15 @@ def test_sequence_parallelism_sends_as_much_as_gathers_and_scatters():
     assert [each.result for each in layer["all-gather"]] == [STREAM] * 6
 
 
+@pytest.mark.parametrize(("sequences", "dtype"), [(1, "bf16"), (2, "f32")])
+def test_the_gradient_of_positions_is_gathered_in_fp32_where_it_is_a_sum(sequences: int, dtype: str):
+    config = run_config(MODEL, micro_batch=sequences, dtype="bf16", sequence_parallel=True)
+    p = Program(config, build(parse("tensor=4"), stand_ins(4, "cpu", "none")))
+    found = ledger(p._update.trace(p.targets(), p.batch_targets(), p.targets()["step"]).jaxpr, p.sizes)
+    shape = (MODEL.seq // 4, MODEL.width)
+    assert [each.dtype for each in found if each.kind == "all-gather" and each.shape == shape] == [dtype]
+
+
 def test_fsdp_gathers_twice_and_scatters_once_each_matrix_a_layer():
     found = lines("fsdp=4")
     gathers, scatters = (by_layer(found, kind, "fsdp") for kind in ("all-gather", "reduce-scatter"))

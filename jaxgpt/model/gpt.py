@@ -90,13 +90,18 @@ def _dropout(config: ModelConfig, x: jax.Array, c: Context, layer: jax.Array | i
 
 @jax.custom_vjp
 def _positioned(x: Float[Array, "B S D"], positions: Float[Array, "S D"]) -> jax.Array:
-    return x + positions.astype(x.dtype)
+    """x with positions, which lie whole over the sequence, added to each sequence."""
+    return x + relayout(positions, "seq embed").astype(x.dtype)
 
 
-_positioned.defvjp(  # the sum over the batch in fp32, as for a bias
-    lambda x, positions: (_positioned(x, positions), positions),
-    lambda positions, dy: (dy, jnp.sum(dy.astype(jnp.float32), 0).astype(positions.dtype)),
-)
+def _positioned_backward(positions: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Towards positions the sum over the batch in fp32, as for a bias; of one sequence there is nothing to sum, and
+    what is gathered has dy's type."""
+    summed = dy[0] if dy.shape[0] == 1 else jnp.sum(dy.astype(jnp.float32), 0)
+    return dy, relayout(summed, "length embed").astype(positions.dtype)
+
+
+_positioned.defvjp(lambda x, positions: (_positioned(x, positions), positions), _positioned_backward)
 
 
 @jax.custom_vjp
@@ -130,7 +135,7 @@ def embed(config: ModelConfig, w: Weights, looked_up: Float[Array, "B S D"], c: 
     if config.positions == "learned":
         table = w["position.weight"]
         if c.starts is None:
-            x = _positioned(x, relayout(table.at[c.positions].get(mode="clip"), "seq embed"))
+            x = _positioned(x, table.at[c.positions].get(mode="clip"))
         else:
             x = _placed(x, table, relayout(c.positions - c.starts, "batch seq"))
     return _dropout(config, x, c, 0, 0)
