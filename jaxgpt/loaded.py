@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int32
 
-from jaxgpt.config import RunConfig
+from jaxgpt.config import ModelConfig, RunConfig, check_types
 from jaxgpt.data import Tokenizer
 from jaxgpt.errors import UserError, require
 from jaxgpt.inference.sampling import Sampling
@@ -22,6 +22,7 @@ from jaxgpt.inference.text import write
 from jaxgpt.interop import beside
 from jaxgpt.interop.export import export
 from jaxgpt.model.module import GPT, ArrayLike
+from jaxgpt.model.parameters import parameter_count
 from jaxgpt.model.replaced import Replaced
 from jaxgpt.sharding.drawing import Drawing, draw, html_table, plain_rows
 from jaxgpt.training import capture, derived, fitting
@@ -30,7 +31,7 @@ from jaxgpt.training.program import Program
 from jaxgpt.training.run import Trained, open_new, open_trained
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Run:
     """A model's parameters on a mesh. `run(tokens)`, `run.generate("def ")`, `run.layouts()`."""
 
@@ -45,6 +46,12 @@ class Run:
     losses: list[float] = field(default_factory=list)
     """Of the steps that fit has trained, nats a token."""
     _captures: list[dict[str, jax.Array | None]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        model, sizes = self.config.model, self.program.sizes
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        shape = f"{model.layers} layers of width {model.width}, vocabulary {model.vocab}"
+        return f"Run: {parameter_count(model):,} parameters, {shape}; step {self.step}; {mesh}"
 
     @cached_property
     def model(self) -> GPT:
@@ -279,6 +286,8 @@ def start(config: RunConfig) -> Run:
 
     Raises UserError where the mesh does not fit. A tokenizer that is made from data is left out; bytes is not.
     """
+    check_types(RunConfig, vars(config))
+    check_types(ModelConfig, vars(config.model))
     return _run(open_new(config, Console()))
 
 

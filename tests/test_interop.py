@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import struct
+import subprocess
+import sys
 
 import jax
 import ml_dtypes
@@ -199,6 +202,17 @@ def test_a_folder_is_sampled_evaluated_and_exported(folder, tmp_path, capsys):
     assert "bits per byte" in capsys.readouterr().out
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_a_sample_is_piped_to_what_reads_its_beginning(folder):
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    sample = [sys.executable, "-m", "jaxgpt", "sample", str(folder), "--prompt", b"a\xff", "--tokens", "30"]
+    with subprocess.Popen(sample, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=strict) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read1(1) == b"a"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_training_goes_on_from_a_folder(folder, tmp_path, capsys, monkeypatch):

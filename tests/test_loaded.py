@@ -117,6 +117,9 @@ def test_parameters_are_drawn_as_they_lie(many):
     [
         (lambda run: run.value_and_grad(TOKENS[0]), "tokens (12,): must have two dimensions"),
         (lambda run: run.value_and_grad({"inputs": TOKENS}), "must have both inputs and targets"),
+        (lambda run: run.fit("any", tokenizer="chars"), "tokenizer chars: is no field of a run"),
+        (lambda run: run.replace(norm=lambda x, scale, bias: x[:1])(TOKENS), "must return the shape (3, 13, 32)"),
+        (lambda run: run.replace(mlp=lambda x, up, down: up(x))(TOKENS), "must return the shape (3, 13, 32)"),
         (lambda run: run.generate("a", 0), "--tokens 0: must be at least 1"),
         (lambda run: run.generate("a", stop="b"), "stop b: must be a list of texts"),
         (lambda run: run.generate("a", temprature=1), "temprature 1: does not say how to write; known are temperature"),
@@ -138,6 +141,10 @@ TYPES = {
     "run.generate('a', top_k=None)": "--top-k None: must be a whole number",
     "run.generate('a', temperature='1')": "--temperature 1: must be a number",
     "jaxgpt.load('any', {'data': 2})": "must be a text such as",
+    "run.fit('any', steps=1, zero=9)": "zero 9: must be one of 0, 1, 2, 3",
+    "run.fit('any', steps=1.5)": "steps 1.5: must be a whole number",
+    "run.fit('any', optimizer=len)": "must be one of optax",
+    "jaxgpt.start(jaxgpt.RunConfig(model=run.config.model, global_batch=8, dtype='fp8'))": "must be one of",
 }
 ASKED = """
 import sys
@@ -151,6 +158,10 @@ for line in sys.argv[2:]:
     except jaxgpt.UserError as error:
         print(error)
 """
+
+
+def test_a_run_is_shown_in_a_line(many):
+    assert repr(many).endswith("3 layers of width 32, vocabulary 256; step 0; fsdp=2,tensor=2")
 
 
 def test_values_of_other_types(folder):
