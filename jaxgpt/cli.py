@@ -115,9 +115,13 @@ def sample(args: list[str]) -> int:
         stop=[] if chosen.stop is None else [chosen.stop],
         seed=chosen.seed,
     )
-    for piece in chain([prompt], pieces):
-        print(piece, end="", flush=True)
-    print()
+    shown = prompt.encode("utf-8", "replace").decode()  # a command line may hold bytes that are no UTF-8
+    try:
+        for piece in chain([shown], pieces):
+            print(piece, end="", flush=True)
+        print()
+    except BrokenPipeError:  # who reads it has read enough, as head has; Python's own last flush would still say so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -39,7 +39,7 @@ def check_types(kind: type, values: Mapping[str, Any]) -> None:
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if not any(_is(value, each) for each in allowed):
             said = " or ".join(_said(each) for each in allowed)
-            raise UserError(f"{name} {json.dumps(value)}: must be {said}")
+            raise UserError(f"{name} {json.dumps(value, default=str)}: must be {said}")
 
 
 def _is(value: object, hint: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int32
 
-from jaxgpt.config import RunConfig
+from jaxgpt.config import ModelConfig, RunConfig
+from jaxgpt.config_file import check_types
 from jaxgpt.data import Tokenizer
 from jaxgpt.errors import UserError, require
 from jaxgpt.inference.sampling import Sampling
@@ -21,6 +23,7 @@ from jaxgpt.inference.text import write
 from jaxgpt.interop import beside
 from jaxgpt.interop.export import export
 from jaxgpt.model.module import GPT, ArrayLike
+from jaxgpt.model.parameters import parameter_count
 from jaxgpt.model.replaced import Replaced
 from jaxgpt.sharding.drawing import Drawing, draw, html_table, plain_rows
 from jaxgpt.training import capture, derived, fitting
@@ -29,7 +32,7 @@ from jaxgpt.training.opened import Trained, open_new, open_trained
 from jaxgpt.training.program import Program
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Run:
     """A model's parameters on a mesh. `run(tokens)`, `run.generate("def ")`, `run.layouts()`."""
 
@@ -45,6 +48,12 @@ class Run:
     """Of the steps that fit has trained, nats a token."""
     _captures: list[dict[str, jax.Array | None]] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        model, sizes = self.config.model, self.program.sizes
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        shape = f"{model.layers} layers of width {model.width}, vocabulary {model.vocab}"
+        return f"Run: {parameter_count(model):,} parameters, {shape}; step {self.step}; {mesh}"
+
     @cached_property
     def model(self) -> GPT:
         """The model as an NNX module; model(tokens [B, S]) -> fp32 logits [B, S, vocabulary]."""
@@ -54,12 +63,12 @@ class Run:
         """fp32 logits of tokens [B, S], any B, any S up to the context length."""
         for activations in self._captures:
             for name in activations:
-                activations[name] = self._activation(name, self.checked(np.asarray(tokens)))
+                activations[name] = self._activation(name, self.checked(_array(tokens)))
         return self.logits(self.params, tokens)
 
     def logits(self, params: dict[str, jax.Array], tokens: ArrayLike) -> Float[Array, "B S V"]:
         """Logits of params for tokens [B, S]."""
-        whole = self.program.whole_logits(params, self.checked(np.asarray(tokens)))
+        whole = self.program.whole_logits(params, self.checked(_array(tokens)))
         return whole[..., : self.config.model.vocab]
 
     def checked(self, tokens: np.ndarray) -> Int32[np.ndarray, "B S"]:
@@ -99,9 +108,11 @@ class Run:
         where a target of -1 is not counted. Dropout, where the model has it, is that of the step to come.
         """
         if isinstance(batch, Mapping):
-            inputs, targets = np.asarray(batch["inputs"]), np.asarray(batch["targets"])
+            both = {"inputs", "targets"} <= batch.keys()
+            require(both, "batch", sorted(batch), "must have both inputs and targets")
+            inputs, targets = _array(batch["inputs"]), _array(batch["targets"])
         else:
-            inputs, targets = np.asarray(batch)[:, :-1], np.asarray(batch)[:, 1:]
+            inputs, targets = _array(batch)[..., :-1], _array(batch)[..., 1:]
         require(targets.shape == inputs.shape, "targets", targets.shape, f"must be of the inputs' shape {inputs.shape}")
         self.checked(np.maximum(targets, 0))
         rows, columns = -len(inputs) % self.program.micro_batch, -inputs.shape[1] % self.program.divisors[1]
@@ -191,6 +202,8 @@ class Run:
         self, prompts: Sequence[str], max_tokens: int, stop: Sequence[str] = (), **how: Any
     ) -> Iterator[list[str]]:
         seq = self.config.model.seq
+        spoken = isinstance(prompts, Sequence) and all(isinstance(text, str) for text in prompts)
+        require(spoken, "prompt", prompts, "must be a text or a list of texts")
         require(len(prompts) > 0, "prompts", list(prompts), "must be one at least")
         encoded = [self._spoken.encode(text).tolist() for text in prompts]
         for text, ids in zip(prompts, encoded, strict=True):
@@ -204,12 +217,18 @@ class Run:
     ) -> Iterator[list[str]]:
         """What generate writes after prompts in tokens, in rounds of a piece of text for each; of a prompt that is
         longer than the context the end is seen."""
+        known = [each.name for each in dataclasses.fields(Sampling)]
+        for name, value in how.items():
+            require(name in known, name, value, f"does not say how to write; known are {', '.join(known)}")
         sampling = Sampling(**how)
-        require(max_tokens >= 1, "--tokens", max_tokens, "must be at least 1")
-        require(not isinstance(stop, str) and all(stop), "stop", stop, "must be a list of texts, none of them empty")
+        whole = isinstance(max_tokens, Integral)
+        require(whole and max_tokens >= 1, "--tokens", max_tokens, "must be at least 1, and a whole number")
+        listed = isinstance(stop, Sequence) and not isinstance(stop, str)
+        good = listed and all(isinstance(text, str) and text for text in stop)
+        require(good, "stop", stop, "must be a list of texts, none of them empty")
         ends = beside.ends(self.beside, self._spoken)
         seq, writing = self.config.model.seq, self.program.decoding(self.params)
-        return write(writing, self._spoken, prompts, seq, max_tokens, sampling, stop, ends)
+        return write(writing, self._spoken, prompts, seq, int(max_tokens), sampling, stop, ends)
 
     def export(self, out: str | Path, dtype: str = "fp32") -> None:
         """Writes a folder that transformers and others load. dtype: "fp32", which loses nothing, or "bf16".
@@ -245,6 +264,13 @@ class Layouts:
         return html_table(self.rows)
 
 
+def _array(tokens: ArrayLike) -> np.ndarray:
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        raise UserError("tokens: rows must be of one length; fill short ones, with targets of -1 there") from None
+
+
 def load(run: str | Path, mesh: str = "", step: str | int = "last") -> Run:
     """Opens a run's last whole checkpoint, a Hugging Face folder or a GGUF file on any mesh ("tensor=2"; empty: one
     device). step: another checkpoint of the run, by its number, or "best", the one with the least validation loss.
@@ -252,6 +278,7 @@ def load(run: str | Path, mesh: str = "", step: str | int = "last") -> Run:
     Raises UserError where it is none of them, has no weights or not those of its configuration, or the mesh does not
     fit.
     """
+    require(isinstance(mesh, str), "mesh", mesh, 'must be a text such as "data=2,tensor=2"')
     return _run(open_trained(Path(run), mesh or "data=1", Console(), str(step)))
 
 
@@ -260,6 +287,8 @@ def start(config: RunConfig) -> Run:
 
     Raises UserError where the mesh does not fit. A tokenizer that is made from data is left out; bytes is not.
     """
+    check_types(RunConfig, vars(config))
+    check_types(ModelConfig, vars(config.model))
     return _run(open_new(config, Console()))
 
 

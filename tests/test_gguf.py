@@ -13,6 +13,8 @@ from jaxgpt.cli import main
 from jaxgpt.config import ModelConfig, RopeScaling
 from jaxgpt.data.tokenizer import open_tokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.inference.generate import Row
+from jaxgpt.inference.text import Stream
 from jaxgpt.interop import models
 from jaxgpt.interop.families import GGUF
 from jaxgpt.interop.tensors import as_file, rows_of, tensors_of
@@ -185,6 +187,16 @@ def _bytes(character: str) -> bytes:
     return b"0" if character in PIECES else character.encode()
 
 
+def streamed(tokenizer, prompt: list[int], written: list[int]) -> str:
+    row = Row(prompt)
+    stream, pieces = Stream(tokenizer, row, [], []), []
+    for token in written:
+        row.written.append(token)
+        pieces.append(stream.push())
+        assert "\ufffd" not in pieces[-1]
+    return "".join([*pieces, stream.rest()])
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_pieces_with_scores(tmp_path, prefix):
     def add(writer):
@@ -205,8 +217,43 @@ def test_pieces_with_scores(tmp_path, prefix):
         ids = tokenizer.encode(text).tolist()
         assert [names[i] for i in ids] == pieced(text, prefix)
         assert tokenizer.decode(ids) == text
+        at = next(at for at in range(length // 2, length + 1) if "\ufffd" not in tokenizer.decode(ids[:at]))
+        assert streamed(tokenizer, ids[:at], ids[at:]) == text[len(tokenizer.decode(ids[:at])) :]
     assert tokenizer.encode("</s>").tolist()[-1] == 2
     assert tokenizer.end == 2
+
+
+STRING, INTS, TEXTS = gguf.GGUFValueType.STRING, gguf.GGUFValueType.INT32, gguf.GGUFValueType.ARRAY
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "says"),
+    [
+        ("llama.attention.head_count", 0, INTS, "head_count 0: must be a whole number above 0"),
+        ("llama.attention.head_count_kv", [2, 2], TEXTS, "head_count_kv [2, 2]: must be a whole number"),
+        ("llama.attention.key_length", "x", STRING, "key_length 'x': must be a whole number"),
+        ("llama.rope.freq_base", "x", STRING, "freq_base 'x': must be a number"),
+        ("tokenizer.ggml.token_type", [1, 1], TEXTS, "has 258 entries and 2 kinds"),
+        ("tokenizer.ggml.tokens", ["a", "b"], TEXTS, "has 2 entries and 258 kinds"),
+        ("tokenizer.ggml.merges", ["q qqq"], TEXTS, "merge 'q qqq' is none of two entries"),
+        ("tokenizer.ggml.merges", ["a"], TEXTS, "merge 'a ' is none of two entries"),
+    ],
+)
+def test_fields_that_cannot_be(tmp_path, monkeypatch, field, value, kind, says):
+    original = gguf.GGUFWriter.add_key_value
+
+    def other(self, key, *rest, **named):
+        original(self, key, *((value, kind) if key == field else rest), **({} if key == field else named))
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", other)
+    said = refused(file_of(tmp_path / "m.gguf", wanted()))
+    assert says in said and "m.gguf" in said
+
+
+def test_a_text_that_is_none(tmp_path):
+    whole = file_of(tmp_path / "m.gguf", wanted()).read_bytes()
+    (tmp_path / "m.gguf").write_bytes(whole.replace(b"{{ messages }}", b"\xff" * 14))
+    assert "field tokenizer.chat_template is damaged" in refused(tmp_path / "m.gguf")
 
 
 def refused(path) -> str:

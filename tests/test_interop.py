@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import struct
+import subprocess
+import sys
 
 import jax
 import ml_dtypes
@@ -201,6 +204,17 @@ def test_a_folder_is_sampled_evaluated_and_exported(folder, tmp_path, capsys):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+def test_a_sample_is_piped_to_what_reads_its_beginning(folder):
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    sample = [sys.executable, "-m", "jaxgpt", "sample", str(folder), "--prompt", b"a\xff", "--tokens", "30"]
+    with subprocess.Popen(sample, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=strict) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read1(1) == b"a"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def test_training_goes_on_from_a_folder(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -236,6 +250,7 @@ def test_an_architecture_that_is_not_known_names_those_that_are(tmp_path):
     ("field", "value", "says"),
     [
         ("num_hidden_layers", "many", "num_hidden_layers 'many': must be of type int"),
+        ("model_type", ["llama"], "model_type ['llama'] is not an architecture that is read"),
         ("num_hidden_layers", True, "num_hidden_layers True: must be of type int"),
         ("hidden_act", "mish", "hidden_act 'mish': not an activation that is known; known are gelu"),
         ("rope_scaling", {"rope_type": "yarn"}, "rope_type 'yarn': not a scaling that is known"),
@@ -286,6 +301,7 @@ def test_damaged_safetensors(folder):
         struct.pack("<Q", 2**60) + whole[8:],
         whole[:8] + b"x" * header + whole[8 + header :],
         whole[:8] + b"[]".ljust(header) + whole[8 + header :],
+        whole[:8] + (b'{"a": ' + b"[" * 1000 * (header // 1010)).ljust(header) + whole[8 + header :],
     ):
         file.write_bytes(content)
         assert f"{file}: not a whole safetensors file" in refused(jaxgpt.load, folder)
@@ -298,6 +314,20 @@ def test_an_index_that_points_elsewhere(folder):
     assert "absent.safetensors: cannot be read" in refused(jaxgpt.load, folder)
     (folder / safetensors.INDEX).write_text('{"weight_map": 3}')
     assert "not an index" in refused(jaxgpt.load, folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_how_to_generate_is_damaged(folder, content):
+    (folder / "generation_config.json").write_bytes(content)
+    assert "generation_config.json: not " in refused(jaxgpt.load, folder)
+
+
+def test_an_export_is_of_a_type_and_to_a_new_folder(folder, tmp_path, monkeypatch):
+    run = jaxgpt.load(folder)
+    assert "--dtype fp16: must be one of fp32, bf16" in refused(run.export, tmp_path / "out", "fp16")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert ".: is the folder that this runs in" in refused(run.export, ".")
 
 
 def test_a_tokenizer_that_does_not_match(folder):

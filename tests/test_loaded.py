@@ -1,6 +1,8 @@
 """A model in a notebook: gradients, activations, training on and drawings, on a mesh as on one device."""
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -108,6 +110,65 @@ def test_parameters_are_drawn_as_they_lie(many):
     assert (scale.signature, set(scale.parts.ravel())) == ("B", {0})
     assert "fsdp 2 x tensor 2" in repr(drawing)
     assert drawing._repr_html_().count("<tr>") == len(many.params) + 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (lambda run: run.value_and_grad(TOKENS[0]), "tokens (12,): must have two dimensions"),
+        (lambda run: run.value_and_grad({"inputs": TOKENS}), "must have both inputs and targets"),
+        (lambda run: run.fit("any", tokenizer="chars"), "tokenizer chars: is no field of a run"),
+        (lambda run: run.replace(norm=lambda x, scale, bias: x[:1])(TOKENS), "must return the shape (3, 13, 32)"),
+        (lambda run: run.replace(mlp=lambda x, up, down: up(x))(TOKENS), "must return the shape (3, 13, 32)"),
+        (lambda run: run.generate("a", 0), "--tokens 0: must be at least 1"),
+        (lambda run: run.generate("a", stop="b"), "stop b: must be a list of texts"),
+        (lambda run: run.generate("a", temprature=1), "temprature 1: does not say how to write; known are temperature"),
+    ],
+)
+def test_what_is_asked_wrongly(one, asked, says):
+    with pytest.raises(UserError) as caught:
+        asked(one)
+    assert says in str(caught.value)
+
+
+TYPES = {
+    "run([[1, 2], [3]])": "tokens: rows must be of one length",
+    "run.generate([1, 2])": "must be a text or a list of texts",
+    "run.generate(None)": "must be a text or a list of texts",
+    "run.generate('a', '5')": "--tokens 5: must be at least 1, and a whole number",
+    "run.generate('a', stop=None)": "stop None: must be a list of texts",
+    "run.generate('a', stop=[3])": "must be a list of texts",
+    "run.generate('a', top_k=None)": "--top-k None: must be a whole number",
+    "run.generate('a', temperature='1')": "--temperature 1: must be a number",
+    "jaxgpt.load('any', {'data': 2})": "must be a text such as",
+    "run.fit('any', steps=1, zero=9)": "zero 9: must be one of 0, 1, 2, 3",
+    "run.fit('any', steps=1.5)": "steps 1.5: must be a whole number",
+    "run.fit('any', optimizer=len)": "must be one of optax",
+    "jaxgpt.start(jaxgpt.RunConfig(model=run.config.model, global_batch=8, dtype='fp8'))": "must be one of",
+}
+ASKED = """
+import sys
+import numpy as np, jaxgpt
+run = jaxgpt.load(sys.argv[1])
+how = {"temperature": np.float32(0.5), "top_k": np.int64(3), "seed": np.int64(1)}
+assert run.generate("ab", np.int64(5), **how) == run.generate("ab", 5, temperature=0.5, top_k=3, seed=1)
+for line in sys.argv[2:]:
+    try:
+        eval(line)
+    except jaxgpt.UserError as error:
+        print(error)
+"""
+
+
+def test_a_run_is_shown_in_a_line(many):
+    assert repr(many).endswith("3 layers of width 32, vocabulary 256; step 0; fsdp=2,tensor=2")
+
+
+def test_values_of_other_types(folder):
+    """In a process of its own, since types are checked at every call in this one."""
+    said = subprocess.run([sys.executable, "-c", ASKED, folder / "model", *TYPES], check=True, capture_output=True)
+    for line, (asked, says) in zip(said.stdout.decode().splitlines(), TYPES.items(), strict=True):
+        assert says in line, asked
 
 
 def test_pieces_are_the_text(one):

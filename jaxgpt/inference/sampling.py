@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 
 import numpy as np
 from jaxtyping import Float
@@ -26,6 +27,10 @@ class Sampling:
     """The same seed draws the same tokens."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, whole = getattr(self, field.name), field.type is int
+            good = isinstance(value, Integral if whole else Real)
+            require(good, f"--{field.name.replace('_', '-')}", value, f"must be a {'whole ' if whole else ''}number")
         t, p = self.temperature, self.repetition_penalty
         warm = t == 0 or 1e-3 <= t < math.inf
         require(warm, "--temperature", t, "must be 0, for the likeliest token, or at least 0.001")

@@ -17,34 +17,41 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer, row: Row, stops: Sequence[str], ends: Sequence[int]) -> None:
         self._tokenizer, self._row, self._stops, self._ends = tokenizer, row, stops, ends
         self._text = ""
+        self._before = row.prompt
+        """Tokens before those that _text does not stand for yet, which are decoded with them: some tokenizers drop the
+        blank before a text's first token, and some make a character of several."""
         self._decoded = 0
         """Tokens that _text stands for."""
         self._given = 0
 
     def push(self) -> str:
         """What is new after a token, without what the next ones may change; marks the row as done where it ends."""
-        written = self._row.written
-        if written[-1] in self._ends:
-            written.pop()
+        if self._row.written[-1] in self._ends:
+            self._row.written.pop()
             self._row.done = True
-        # a token of context, since some tokenizers drop the blank before a text's first token
-        begin = max(0, self._decoded - 4)
-        before = self._tokenizer.decode(written[begin : self._decoded])
-        piece = self._tokenizer.decode(written[begin:])[len(before) :]
-        if not piece.endswith(_CUT_OFF) or self._row.done:
-            self._text += piece
-            self._decoded = len(written)
-        found = [place for place in map(self._text.find, self._stops) if place >= 0]
-        if found:
-            self._text = self._text[: min(found)]
-            self._row.done = True
+        self._read(self._row.done)
         return self._take(0 if self._row.done else self._held())
 
     def rest(self) -> str:
         """What was held back."""
         if not self._row.done:
-            self._text += self._tokenizer.decode(self._row.written[self._decoded :])
+            self._read(True)
         return self._take(0)
+
+    def _read(self, last: bool) -> None:
+        """Decodes the tokens that are new, and ends the text before a stop string. last: no tokens follow, which might
+        make a whole character of what looks cut off."""
+        new = self._row.written[self._decoded :]
+        piece = self._tokenizer.decode(self._before + new)[len(self._tokenizer.decode(self._before)) :]
+        if piece.endswith(_CUT_OFF) and not last:
+            return
+        self._text += piece
+        self._decoded += len(new)
+        self._before = new if piece else self._before + new
+        found = [place for place in map(self._text.find, self._stops) if place >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self._row.done = True
 
     def _held(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.interop.huggingface import read_json
 
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
@@ -23,8 +24,11 @@ Beside = dict[str, bytes]
 
 
 def read(folder: Path) -> Beside:
-    """Those of a folder."""
-    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    """Those of a folder. Raises UserError where how to generate is damaged, which an export would pass on."""
+    found = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    if GENERATION in found:
+        read_json(folder / GENERATION)
+    return found
 
 
 def with_ends(beside: Mapping[str, bytes], fields: Mapping[str, Any]) -> Beside:
@@ -46,7 +50,7 @@ def ends(beside: Mapping[str, bytes], tokenizer: Tokenizer | None) -> tuple[int,
     """Ids that end a text: those that generation_config.json names, else the tokenizer's own."""
     try:
         found = json.loads(beside.get(GENERATION, b"{}"))["eos_token_id"]
-    except (ValueError, KeyError, TypeError):
+    except KeyError:
         found = None if tokenizer is None else tokenizer.end
     listed = found if isinstance(found, list) else [found]
     return tuple(one for one in listed if isinstance(one, int))

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.data.tokenizer import BytesTokenizer, CharsTokenizer, LibraryTokenizer, Tokenizer
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, require
 from jaxgpt.interop import beside as around
 from jaxgpt.interop import huggingface, safetensors
 from jaxgpt.interop.tensors import LAYERS, Row, as_file, rows_of, shape_in_file, sizes_of
@@ -28,6 +28,8 @@ def refuse_taken(out: Path) -> None:
     """Raises UserError where something is at `out` already. Asked before a model is opened, too: that takes a while."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already; give a new or empty folder")
+    if out.resolve() == Path.cwd():
+        raise UserError(f"{out}: is the folder that this runs in, which cannot be replaced; give a new folder")
 
 
 def export(
@@ -45,14 +47,17 @@ def export(
     in_order: a parameter with its layers in their order (Program.in_order). dtype: fp32, which loses nothing, or bf16.
     Raises UserError where no architecture of transformers has the model, or where something is at `out` already.
     """
+    require(dtype in _NAMES, "--dtype", dtype, f"must be one of {', '.join(_NAMES)}")
     fields = huggingface.to_config(config, _NAMES[dtype])
     refuse_taken(out)
     beginning, end = _ends(tokenizer, beside)
     fields |= {"bos_token_id": beginning, "eos_token_id": end}
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
+    except OSError as error:  # a folder of that name is somebody's: it is not written to, nor removed
+        raise UserError(f"{out}: cannot be written ({error.strerror or error})") from None
+    try:
         (partial / huggingface.CONFIG).write_bytes(around.as_json(fields))
         _write_tokenizer(partial, config, tokenizer, beside)
         (partial / around.GENERATION).write_bytes(

@@ -41,8 +41,14 @@ class GGUFFile:
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field of the file; `{arch}` stands for the architecture."""
-        field = self._fields.get(name.replace("{arch}", self._kind))
-        return default if field is None else field.contents()
+        field = self._fields.get(self._shown(name))
+        try:
+            return default if field is None else field.contents()
+        except (ValueError, IndexError, KeyError, TypeError) as error:
+            raise UserError(f"{self.path}: field {self._shown(name)} is damaged ({error}); fetch it again") from None
+
+    def _shown(self, name: str) -> str:
+        return name.replace("{arch}", self._kind)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A tensor in fp32; the last one is kept, since each device asks for its part of it."""
@@ -62,8 +68,8 @@ class GGUFFile:
         heads = self._whole("{arch}.attention.head_count")
         width = self._whole("{arch}.embedding_length")
         vocab = self.shapes.get("token_embd.weight", (0,))[0]
-        head = self.get("{arch}.attention.key_length", width // heads)
-        rotated = self.get("{arch}.rope.dimension_count", head)
+        head = self._whole("{arch}.attention.key_length", width // heads)
+        rotated = self._whole("{arch}.rope.dimension_count", head)
         biased = "blk.0.attn_q.bias" in self.shapes
         if rotated != head:
             raise UserError(f"{self.path}: rope.dimension_count {rotated}: only all {head} of a head are supported")
@@ -71,17 +77,17 @@ class GGUFFile:
             layers=self._whole("{arch}.block_count"),
             width=width,
             heads=heads,
-            kv_heads=int(self.get("{arch}.attention.head_count_kv", heads)),
-            head_width=int(head),
+            kv_heads=self._whole("{arch}.attention.head_count_kv", heads),
+            head_width=head,
             mlp_width=self._whole("{arch}.feed_forward_length"),
             vocab=vocab,
             seq=self._whole("{arch}.context_length"),
             positions="rotary",
-            rope_base=float(self.get("{arch}.rope.freq_base", 10_000.0)),
+            rope_base=self._number("{arch}.rope.freq_base", 10_000.0),
             rope_scaling=self._scaling(),
             norm="rmsnorm",
             norm_bias=False,
-            norm_epsilon=_decimal(self.get("{arch}.attention.layer_norm_rms_epsilon", 1e-5)),
+            norm_epsilon=_decimal(self._number("{arch}.attention.layer_norm_rms_epsilon", 1e-5)),
             activation="silu",
             gated=True,
             qkv_bias=biased,
@@ -91,12 +97,18 @@ class GGUFFile:
             tied="output.weight" not in self.shapes,
         )
 
-    def _whole(self, name: str) -> int:
-        found = self.get(name)
-        if not isinstance(found, int):
-            shown = name.replace("{arch}", self._kind)
-            raise UserError(f"{self.path}: field {shown} {found!r}: must be a whole number; fetch the file again")
+    def _whole(self, name: str, default: int | None = None) -> int:
+        """A field that is a whole number above 0: one for each layer is none."""
+        found = self.get(name, default)
+        if not isinstance(found, int) or found < 1:
+            raise UserError(f"{self.path}: field {self._shown(name)} {found!r}: must be a whole number above 0")
         return found
+
+    def _number(self, name: str, default: float) -> float:
+        found = self.get(name, default)
+        if not isinstance(found, int | float):
+            raise UserError(f"{self.path}: field {self._shown(name)} {found!r}: must be a number")
+        return float(found)
 
     def _scaling(self) -> RopeScaling | None:
         if "rope_freqs.weight" in self.shapes:
@@ -106,7 +118,7 @@ class GGUFFile:
             return None
         if kind != "linear":
             raise UserError(f"{self.path}: rope.scaling.type {kind!r}: only none and linear are supported")
-        return RopeScaling(kind="linear", factor=float(self.get("{arch}.rope.scaling.factor", 1.0)))
+        return RopeScaling(kind="linear", factor=self._number("{arch}.rope.scaling.factor", 1.0))
 
     def tokenizer(self) -> LibraryTokenizer | None:
         """The file's tokenizer; None where it has none. Raises UserError for one of a kind that is not read."""
@@ -118,7 +130,7 @@ class GGUFFile:
         fields: dict[str, Any] = {}
         for part in ("bos", "eos"):
             number = self.get(f"tokenizer.ggml.{part}_token_id")
-            if number is not None and number < len(entries):
+            if isinstance(number, int) and 0 <= number < len(entries):
                 fields[f"{part}_token"] = entries[number]
                 fields[f"{part}_token_id"] = int(number)
         if template := self.get("tokenizer.chat_template"):

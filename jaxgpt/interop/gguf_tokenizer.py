@@ -30,18 +30,23 @@ def tokenizer(path: Path, get: Callable[..., Any]) -> LibraryTokenizer | None:
         raise UserError(
             f"{path}: tokenizer {kind} ({words}) is not read; known are llama, and gpt2 with {', '.join(_WORDS)}"
         )
-    entries: list[str] = get("tokenizer.ggml.tokens")
+    entries: list[str] = get("tokenizer.ggml.tokens", [])
     kinds: list[int] = get("tokenizer.ggml.token_type", [_NORMAL] * len(entries))
-    library = _pieces(path, get, entries, kinds) if kind == "llama" else _byte_pairs(get, entries, words)
+    if len(kinds) != len(entries):
+        raise UserError(f"{path}: tokenizer {kind} has {len(entries)} entries and {len(kinds)} kinds; fetch it again")
+    library = _pieces(path, get, entries, kinds) if kind == "llama" else _byte_pairs(path, get, entries, words)
     whole = list(zip(entries, kinds, strict=True))
     library.add_special_tokens([text for text, each in whole if each == _CONTROL])
     library.add_tokens([text for text, each in whole if each == _USER_DEFINED])
     return LibraryTokenizer(library)
 
 
-def _byte_pairs(get: Callable[..., Any], entries: list[str], words: str) -> tokenizers.Tokenizer:
-    merges = [tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges", [])]
+def _byte_pairs(path: Path, get: Callable[..., Any], entries: list[str], words: str) -> tokenizers.Tokenizer:
+    merges = [merge.partition(" ")[::2] for merge in get("tokenizer.ggml.merges", [])]
     vocabulary = {text: number for number, text in enumerate(entries)}
+    for pair in merges:
+        if not vocabulary.keys() >= {*pair, "".join(pair)}:
+            raise UserError(f"{path}: tokenizer merge {' '.join(pair)!r} is none of two entries; fetch it again")
     library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     library.pre_tokenizer = _WORDS[words]()
     library.decoder = decoders.ByteLevel()

@@ -36,7 +36,7 @@ def read_json(file: Path) -> Fields:
         fields = json.loads(file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error}); a model's folder has one") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not JSON ({error}); fetch it again") from None
     if not isinstance(fields, dict):
         raise UserError(f"{file}: not a JSON object; fetch it again")
@@ -47,7 +47,7 @@ def read_config(file: Path) -> tuple[Family, ModelConfig, Fields]:
     """Family, model and all fields of a config.json. Raises UserError for an architecture or a choice not known."""
     fields = read_json(file)
     kind = fields.get("model_type")
-    if kind not in HUGGING_FACE:
+    if not isinstance(kind, str) or kind not in HUGGING_FACE:
         raise UserError(f"{file}: model_type {kind!r} is not an architecture that is read; {_KNOWN}")
     try:
         return HUGGING_FACE[kind], _READERS[kind](_Reader(file, fields)), fields
@@ -125,7 +125,7 @@ class _Reader:
             sliding = [each == "sliding_attention" for each in given]
         if len(set(sliding)) > 1:
             raise self.refused("layer_types", "mixed", "layers of two kinds of attention are not supported")
-        return size if sliding[0] else None
+        return size if any(sliding) else None
 
 
 def _gpt2(r: _Reader) -> ModelConfig:

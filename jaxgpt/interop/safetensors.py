@@ -85,9 +85,9 @@ def _views(file: Path) -> dict[str, np.ndarray]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(file, f"its header cannot be read: {error}") from None
 
 

@@ -75,7 +75,7 @@ def context(
 def _norm(config: ModelConfig, w: Weights, name: str, x: jax.Array) -> jax.Array:
     scale, bias = w[f"{name}.scale"], w.get(f"{name}.bias")
     if (own := replaced.active().norm) is not None:
-        return own(x, scale, bias).astype(x.dtype)
+        return replaced.alike(own, own(x, scale, bias), x)
     return norm(x, scale, bias, config.norm, config.norm_epsilon)
 
 
@@ -191,7 +191,7 @@ def _mlp(config: ModelConfig, w: Weights, h: jax.Array) -> jax.Array:
         return _linear(x, w, "mlp.down", RESIDUAL)
 
     if (own := replaced.active().mlp) is not None:
-        return own(h, up, down)
+        return replaced.alike(own, own(h, up, down), h)
     return down(_activated(config, up(h)))
 
 

@@ -63,6 +63,12 @@ def active() -> Replaced:
     return _active.get()
 
 
+def alike(function: Callable[..., jax.Array], y: jax.Array, x: jax.Array) -> jax.Array:
+    """What a user's function made of x, in x's type. Raises UserError where it is of another shape."""
+    require(y.shape == x.shape, _named(function), y.shape, f"must return the shape {x.shape}")
+    return y.astype(x.dtype)
+
+
 def attention(function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """A user's attention on every device's own heads."""
     return _on_parts(function, (QUERIES, KEYS, KEYS), QUERIES, q, k, v)
@@ -79,9 +85,7 @@ def _on_parts(function: Callable[..., jax.Array], inputs: tuple[str, ...], out: 
     function again."""
 
     def checked(*x: jax.Array) -> jax.Array:
-        y = function(*x)
-        require(y.shape == x[0].shape, _named(function), y.shape, f"must return the shape {x[0].shape}")
-        return y.astype(x[0].dtype)
+        return alike(function, function(*x), x[0])
 
     return _mapped(checked, inputs, out)(*x)
 

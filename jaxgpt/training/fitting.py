@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jaxgpt.config import RunConfig
+from jaxgpt.config_file import check_types
 from jaxgpt.data import Text, Tokenizer, loader, open_text
 from jaxgpt.errors import require
 from jaxgpt.sharding import mesh
@@ -35,6 +36,7 @@ def fit(
     steps: int,
     quiet: bool = False,
     optimizer: optax.GradientTransformation | None = None,
+    /,
     **fields: Any,
 ) -> Fitted:
     """Trains copies of the parameters; params themselves stay as they are.
@@ -45,6 +47,8 @@ def fit(
     Raises UserError where text or batch do not fit.
     """
     config = _config(program.config, steps, fields)
+    acts = all(callable(getattr(optimizer, part, None)) for part in ("init", "update"))
+    require(optimizer is None or acts, "optimizer", optimizer, "must be one of optax, such as optax.adamw(1e-3)")
     mesh.check(config, program.sizes)
     text = open_text(data, tokenizer)
     own = Program(config, program.mesh, program.replaced)
@@ -60,10 +64,11 @@ def fit(
 
 
 def _config(config: RunConfig, steps: int, fields: dict[str, Any]) -> RunConfig:
-    require(steps >= 1, "steps", steps, "must be at least 1")
-    known = {field.name for field in dataclasses.fields(RunConfig)} - {"model", "mesh"}
+    known = {field.name for field in dataclasses.fields(RunConfig)} - {"model", "mesh", "tokenizer", "data"}
     for name in fields:
         require(name in known, name, fields[name], f"is no field of a run; known are {', '.join(sorted(known))}")
+    check_types(RunConfig, {"steps": steps, **fields})
+    require(steps >= 1, "steps", steps, "must be at least 1")
     wanted = dataclasses.replace(config, steps=steps, warmup=min(config.warmup, steps // 10))
     if "global_batch" in fields:
         wanted = dataclasses.replace(wanted, micro_batch=None)
