@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from bigram import Bigram, config, text
 
-from jaxgpt.training import run
+from jaxgpt.training import opened, run
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("JAXGPT_CACHE", str(shared / "cache"))
     monkeypatch.setattr(run, "Program", Bigram)
+    monkeypatch.setattr(opened, "Program", Bigram)
     return shared / "cache"
 
 

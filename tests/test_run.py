@@ -21,7 +21,7 @@ from bigram import Bigram, Tree, config, last_arrays, losses, snapshot, text
 from jaxgpt.config_file import to_json
 from jaxgpt.data import training_batch
 from jaxgpt.errors import RESUMABLE, UserError
-from jaxgpt.training import checkpoint, curve, folder, metrics, run, watchdog
+from jaxgpt.training import checkpoint, curve, folder, metrics, opened, run, watchdog
 
 pytest_plugins = ["run_fixtures"]
 
@@ -318,11 +318,11 @@ def test_a_ring_is_left_where_a_run_opens_in_a_pipeline(straight: Path, monkeypa
     model = dataclasses.replace(stored.model, layers=2)
     ringed = dataclasses.replace(stored, model=model, context_attention="ring")
     (straight / "config.json").write_text(to_json(ringed))
-    opened = Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(run, "Program", opened)
+    program = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(opened, "Program", program)
     with pytest.raises(InterruptedError):
         run.evaluate(straight, mesh="pipe=2,context=2")
-    assert opened.call_args.args[0].context_attention == "auto"
+    assert program.call_args.args[0].context_attention == "auto"
 
 
 def test_evaluation_of_a_runs_own_validation_part_is_what_training_ended_with(straight: Path) -> None:
