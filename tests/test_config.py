@@ -5,15 +5,8 @@ import json
 
 import pytest
 
-from jaxgpt.config import (
-    ModelConfig,
-    RopeScaling,
-    RunConfig,
-    differences,
-    from_json,
-    padded_vocabulary,
-    to_json,
-)
+from jaxgpt.config import ModelConfig, RopeScaling, RunConfig, padded_vocabulary
+from jaxgpt.config_file import differences, from_json, to_json
 from jaxgpt.errors import UserError
 from jaxgpt.presets import PRESETS
 
