@@ -26,6 +26,7 @@ from jaxgpt.model.module import GPT, ArrayLike
 from jaxgpt.model.parameters import parameter_count
 from jaxgpt.model.replaced import Replaced
 from jaxgpt.sharding.drawing import Drawing, draw, html_table, plain_rows
+from jaxgpt.sharding.mesh import format_mesh
 from jaxgpt.training import capture, derived, fitting
 from jaxgpt.training.console import Console
 from jaxgpt.training.opened import Trained, open_new, open_trained
@@ -49,8 +50,8 @@ class Run:
     _captures: list[dict[str, jax.Array | None]] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        model, sizes = self.config.model, self.program.sizes
-        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        model = self.config.model
+        mesh = format_mesh(self.program.sizes) if self.program.mesh.size > 1 else "one device"
         shape = f"{model.layers} layers of width {model.width}, vocabulary {model.vocab}"
         return f"Run: {parameter_count(model):,} parameters, {shape}; step {self.step}; {mesh}"
 

@@ -24,6 +24,13 @@ target; that, and it is told of each token where its document begins."""
 T = TypeVar("T")
 
 
+def strange(tokens: Int32[np.ndarray, "..."], size: int) -> int | None:
+    """The first of the tokens that a vocabulary of that size lacks; None where it has them all."""
+    if not tokens.size or tokens.view(np.uint32).max() < size:  # what is below 0 is above all there
+        return None
+    return int(tokens[(tokens < 0) | (tokens >= size)][0])
+
+
 def samples_in(tokens: Integer[np.ndarray, " tokens"], seq: int, part: str = "text") -> int:
     """Samples of an epoch: of seq + 1 tokens, neighbours sharing one, and room to begin each epoch elsewhere.
 

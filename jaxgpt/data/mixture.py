@@ -19,7 +19,7 @@ from jaxtyping import Int64
 from jaxgpt.data import blend, build, loader, sources, store
 from jaxgpt.data.blend import Part
 from jaxgpt.data.build import Say
-from jaxgpt.data.loader import Batch, Edges
+from jaxgpt.data.loader import Batch, Edges, strange
 from jaxgpt.data.megatron import Documents
 from jaxgpt.data.order import indices_at
 from jaxgpt.data.store import Dataset
@@ -246,10 +246,9 @@ def _refuse_strange(dataset: Dataset, tokens: np.ndarray, rows: np.ndarray) -> N
     """Tokens of files that others have made may be of another tokenizer."""
     size = dataset.tokenizer.size
     found = tokens if len(rows) == len(tokens) else tokens[rows]
-    if found.size and found.view(np.uint32).max() >= size:  # what is below 0 is above all there
-        strange = found[(found < 0) | (found >= size)][0]
+    if (token := strange(found, size)) is not None:
         raise UserError(
-            f"--data {dataset.manifest['source']}: token {strange} is outside of the {size:,} entries of tokenizer "
+            f"--data {dataset.manifest['source']}: token {token} is outside of the {size:,} entries of tokenizer "
             f"{dataset.tokenizer.name}; give --tokenizer the one that made these files"
         )
 

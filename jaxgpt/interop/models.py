@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from jaxgpt.config import ModelConfig
+from jaxgpt.config import ModelConfig, RunConfig
 from jaxgpt.data.tokenizer import Tokenizer, open_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.interop import beside, gguf, huggingface, safetensors
@@ -47,6 +47,11 @@ class Model:
             jax.block_until_ready(sent)
             arrays += sent
         return jax.make_array_from_single_device_arrays(parameter.shape, sharding, arrays)
+
+
+def begun_with(config: RunConfig) -> Model | None:
+    """The model that a run's parameters are taken from at its start; None where they are drawn. Raises UserError."""
+    return open_model(Path(config.init_from), config.model) if config.init_from else None
 
 
 def open_model(path: Path, asked: ModelConfig | None = None) -> Model:

@@ -79,10 +79,11 @@ def spec(dims: str) -> PartitionSpec | None:
     return PartitionSpec(*(rules[name] for name in dims.split()))
 
 
-def _spec_for(dims: str, count: int, what: str) -> PartitionSpec | None:
-    """spec of as many dimensions as a tensor has. Raises ValueError: what is not named would else be left unsplit."""
-    if len(dims.split()) != count:
-        raise ValueError(f"{what}: {dims!r} names {len(dims.split())} dimensions of {count}")
+def _spec_for(dims: str, count: int, *made_of: jax.Array) -> PartitionSpec | None:
+    """spec of a tensor of so many dimensions. Raises ValueError: what is not named would else be left unsplit."""
+    if (named := len(dims.split())) != count:
+        of = " and ".join(str(jax.typeof(each)) for each in made_of)
+        raise ValueError(f"layout of what is made of {of}: {dims!r} names {named} dimensions of {count}")
     return spec(dims)
 
 
@@ -116,7 +117,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out: str) ->
     operands transposed.
     """
     contracted = (tuple(range(2, x.ndim)), tuple(range(x.ndim - 2)))
-    lies = _spec_for(out, 4 + weight.ndim - x.ndim, f"product of {jax.typeof(x)} and {jax.typeof(weight)}")
+    lies = _spec_for(out, 4 + weight.ndim - x.ndim, x, weight)
     y = lax.dot_general(_whole_sequence(x), weight.astype(x.dtype), (contracted, ((), ())), out_sharding=lies)
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -249,13 +250,13 @@ def _split_dim(dims: str) -> int | None:
 
 def relayout(x: jax.Array, dims: str) -> jax.Array:
     """x with its named dimensions laid out as the layout says: boxing, or nothing where they already lie so."""
-    wanted = _spec_for(dims, x.ndim, f"layout of {jax.typeof(x)}")
+    wanted = _spec_for(dims, x.ndim, x)
     return x if wanted is None or jax.typeof(x).sharding.spec == wanted else jax.reshard(x, wanted)
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], dims: str) -> jax.Array:
     """jnp.reshape to a shape whose dimensions are named dims."""
-    return jnp.reshape(x, shape, out_sharding=_spec_for(dims, len(shape), f"{jax.typeof(x)} as {list(shape)}"))
+    return jnp.reshape(x, shape, out_sharding=_spec_for(dims, len(shape), x))
 
 
 def varying(x: jax.Array, *like: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:

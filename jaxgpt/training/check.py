@@ -19,7 +19,7 @@ import numpy as np
 from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import open_mixture
 from jaxgpt.errors import UserError
-from jaxgpt.interop.models import open_model
+from jaxgpt.interop.models import begun_with
 from jaxgpt.model.parameters import parameter_count, parameters
 from jaxgpt.processes import together
 from jaxgpt.sharding import mesh
@@ -87,9 +87,9 @@ def check(config: RunConfig, run: Path | None = None, explicit: frozenset[str] =
 
 def _plain(config: RunConfig) -> RunConfig:
     """The configuration without what only a mesh or a want of memory asks for."""
-    plain = dataclasses.replace(config, zero=0, sequence_parallel=False, layout="", micro_batch=None)
-    plain = dataclasses.replace(plain, recompute="none", offload="none")
-    return dataclasses.replace(plain, **UNCUT)
+    return dataclasses.replace(
+        config, zero=0, sequence_parallel=False, layout="", micro_batch=None, recompute="none", offload="none", **UNCUT
+    )
 
 
 # What is compared
@@ -152,11 +152,8 @@ def _trace(program: Program, batches: Batches, console: Console) -> Trace:
 
 def _start(program: Program) -> State | None:
     """The state of a model that is trained on; None where parameters are drawn."""
-    config = program.config
-    if not config.init_from:
-        return None
-    source = open_model(Path(config.init_from), config.model)
-    return program.begin_with(source.onto(program.table, program.shardings))
+    source = begun_with(program.config)
+    return None if source is None else program.begin_with(source.onto(program.table, program.shardings))
 
 
 # Memory

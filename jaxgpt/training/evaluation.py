@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxgpt.data.loader import NO_TARGET, Batch
+from jaxgpt.data.loader import NO_TARGET, Batch, strange
 from jaxgpt.data.megatron import Documents
 from jaxgpt.data.mixture import validation_batches
 from jaxgpt.errors import UserError
@@ -80,10 +80,11 @@ def measure(
 
 def _refuse_strange(batch: Batch, vocab: int) -> None:
     """Raises UserError where tokens that others have made are of another tokenizer: a lookup would take the nearest."""
-    found = np.concatenate([batch["inputs"].ravel(), batch["targets"][batch["targets"] != NO_TARGET]])
-    strange = found[(found < 0) | (found >= vocab)]
-    if strange.size:
+    targets = batch["targets"]
+    for tokens in (batch["inputs"], targets[targets != NO_TARGET]):
+        if (token := strange(tokens, vocab)) is None:
+            continue
         raise UserError(
-            f"--data: token {strange[0]} of the validation part is outside of the model's {vocab:,} entries; give "
+            f"--data: token {token} of the validation part is outside of the model's {vocab:,} entries; give "
             "--tokenizer the one that made these files"
         )

@@ -106,9 +106,7 @@ def _write(
 
 def _source(run: Path, config: RunConfig) -> models.Model | None:
     """The model that a run begins with, where it has not begun and is to begin with one."""
-    if not config.init_from or checkpoint.steps(run / "checkpoints"):
-        return None
-    return models.open_model(Path(config.init_from), config.model)
+    return None if checkpoint.steps(run / "checkpoints") else models.begun_with(config)
 
 
 def evaluate(
