@@ -57,6 +57,11 @@ class Part:
     causal: bool = True
     window: int | None = None
 
+    @property
+    def in_order(self) -> bool:
+        """Whether messages are to have an order, as on CPUs (sharding.collectives.after)."""
+        return self.kernel == "blocked"
+
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, *starts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Output [B, S, N, K], and fp32 log-sum-exp of each query's scores [B, S, N]."""
         if self.kernel == "blocked":

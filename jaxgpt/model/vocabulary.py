@@ -95,10 +95,10 @@ def _cross_entropy(
     logits = mask_padding(logits, vocab, part_of("vocab") * table.shape[0])
     index, mine = _rows(table, targets)
     at_target = jnp.take_along_axis(logits, index[:, None], -1, mode="clip")[:, 0]
-    at_target = psum_over("vocab", jnp.where(mine, at_target, 0.0))
     highest = pmax_over("vocab", jnp.max(logits, -1))
     powers = jnp.exp(logits - highest[:, None])
-    total = psum_over("vocab", jnp.sum(powers, -1))
+    # one sum of both: it takes one message, and leaves no collective that the backward need not wait for
+    total, at_target = psum_over("vocab", jnp.stack([jnp.sum(powers, -1), jnp.where(mine, at_target, 0.0)]))
     loss = jnp.where(targets >= 0, highest + jnp.log(total) - at_target, 0.0)
     return loss, powers, total
 

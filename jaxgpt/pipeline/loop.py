@@ -29,6 +29,7 @@ from jaxgpt.pipeline.operations import Batch, Number, Operations, Weights
 from jaxgpt.pipeline.parts import here, sent
 from jaxgpt.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHTS, Schedule
 from jaxgpt.pipeline.stage import Place
+from jaxgpt.sharding.collectives import after
 from jaxgpt.sharding.jaxprs import share
 from jaxgpt.sharding.named import varying, zeros
 
@@ -142,19 +143,28 @@ class _Loop(NamedTuple):
         return jax.tree.map(self.empty, jax.eval_shape(function))
 
     def when(
-        self, condition: jax.Array | bool, runs: int, run: Callable[[], T], otherwise: Callable[[], T] | None
+        self,
+        at: "_Slot",
+        condition: jax.Array | bool,
+        runs: int,
+        run: Callable[[], T],
+        otherwise: Callable[[], T] | None,
     ) -> T:
         """run() where the condition holds, which is so in `runs` of the ticks on any device; else otherwise(), which
         returns the like (None: zeros). The scope tells the ledger how often."""
 
-        def typed(function: Callable[[], T]) -> Callable[[], T]:
-            return lambda: self._varying(function())
+        def typed(function: Callable[[], T], taken: int) -> Callable[[], tuple[T, jax.Array]]:
+            return lambda: self._varying((function(), jnp.int32(taken)))
 
         ticks = len(self.schedule.operation)
         if runs == ticks:
-            return typed(run)()
+            return typed(run, 1)()[0]
+        if at.taken and self.ops.in_order:
+            condition = condition & (sum(at.taken) >= 0)
         with jax.named_scope(share(runs, ticks)):
-            return lax.cond(condition, typed(run), typed(otherwise or (lambda: self.zeros(run))))
+            found, taken = lax.cond(condition, typed(run, 1), typed(otherwise or (lambda: self.zeros(run)), 0))
+        at.taken.append(taken)  # 1 or 0, which the compiler does not know
+        return found
 
     def _varying(self, values: T) -> T:
         return jax.tree.map(lambda a: varying(a, axes=self.ops.axes), values)
@@ -170,11 +180,12 @@ class _Loop(NamedTuple):
         mine = {n: lax.dynamic_index_in_dim(a, stage, -1, keepdims=False) for n, a in row.items() if n not in MEETINGS}
         ends = self.ops.ends()
         dends: Weights = {}
+        taken: list[jax.Array] = []
         # a stage runs one operation in a slot, so it may read what another's branch would have written in it; of a tick
         # it sends one activation and one gradient, whichever slot they are made in
         for slot, allowed in enumerate(self.schedule.slots):
             here_now = {n: a[slot] for n, a in mine.items() if n not in ARRIVALS}
-            at = _Slot(slot, here_now, {n: row[n][slot] for n in MEETINGS})
+            at = _Slot(slot, here_now, {n: row[n][slot] for n in MEETINGS}, taken)
             if FORWARD in allowed:
                 y, waiting = self.forward(at, ends, y, waiting)
                 more, of_head, waiting = self.head(at, ends, y, waiting)
@@ -187,13 +198,15 @@ class _Loop(NamedTuple):
                 dends = self.finish(at, ends, dx, dends)
             if WEIGHTS in allowed:
                 gradients = self.to_weights(at, gradients, waiting)
+        if taken and self.ops.in_order:  # what else is sent after all that conditionals send
+            y, dx, dends = jax.tree.map(partial(after, jnp.asarray(sum(taken))), (y, dx, dends))
         return (loss, self.ops.add(gradients, dends), self.exchange(mine, y, dx, waiting)), None
 
     def forward(self, at: "_Slot", ends: Weights, y: jax.Array | None, waiting: Waiting) -> tuple[jax.Array, Waiting]:
         """This stage's forward, if it has one in the slot, else y; before it, the lookup for the first part."""
         first, one = at.meeting["first_forward"], self.one(at.mine["microbatch"])
         looked_up = self.when(
-            first >= 0, self.meetings("first_forward", at), lambda: self.ops.lookup(ends, self.one(first)), None
+            at, first >= 0, self.meetings("first_forward", at), lambda: self.ops.lookup(ends, self.one(first)), None
         )
 
         def run() -> tuple[jax.Array, Any]:
@@ -207,7 +220,7 @@ class _Loop(NamedTuple):
         def otherwise() -> tuple[jax.Array, Any]:
             return self.empty(jax.eval_shape(run)[0]) if y is None else y, waiting.residuals
 
-        made, residuals = self.when(at.mine["operation"] == FORWARD, self.turns(FORWARD, at), run, otherwise)
+        made, residuals = self.when(at, at.mine["operation"] == FORWARD, self.turns(FORWARD, at), run, otherwise)
         return made, waiting._replace(residuals=residuals)
 
     def head(self, at: "_Slot", ends: Weights, y: jax.Array, waiting: Waiting) -> tuple[jax.Array, Weights, Waiting]:
@@ -222,7 +235,7 @@ class _Loop(NamedTuple):
             more, dends, _ = jax.eval_shape(run)
             return self.empty(more), jax.tree.map(self.empty, dends), waiting.heads
 
-        more, dends, heads = self.when(done >= 0, self.meetings("head", at), run, otherwise)
+        more, dends, heads = self.when(at, done >= 0, self.meetings("head", at), run, otherwise)
         return more, dends, waiting._replace(heads=heads)
 
     def arriving(self, at: "_Slot", waiting: Waiting) -> jax.Array:
@@ -245,7 +258,7 @@ class _Loop(NamedTuple):
             like, added = jax.eval_shape(run)
             return self.empty(like) if dx is None else dx, {n: gradients[n] for n in added}
 
-        made, added = self.when(at.mine["operation"] == BACKWARD, self.turns(BACKWARD, at), run, otherwise)
+        made, added = self.when(at, at.mine["operation"] == BACKWARD, self.turns(BACKWARD, at), run, otherwise)
         return gradients | added, made
 
     def to_input(self, at: "_Slot", dx: jax.Array | None, waiting: Waiting) -> tuple[jax.Array, Waiting]:
@@ -260,7 +273,7 @@ class _Loop(NamedTuple):
         def otherwise() -> tuple[jax.Array, Any]:
             return self.empty(jax.eval_shape(run)[0]) if dx is None else dx, waiting.splits
 
-        made, splits = self.when(at.mine["operation"] == INPUT, self.turns(INPUT, at), run, otherwise)
+        made, splits = self.when(at, at.mine["operation"] == INPUT, self.turns(INPUT, at), run, otherwise)
         return made, waiting._replace(splits=splits)
 
     def to_weights(self, at: "_Slot", gradients: Weights, waiting: Waiting) -> Weights:
@@ -274,7 +287,7 @@ class _Loop(NamedTuple):
         def otherwise() -> Weights:
             return {n: gradients[n] for n in jax.eval_shape(run)}
 
-        return gradients | self.when(at.mine["operation"] == WEIGHTS, self.turns(WEIGHTS, at), run, otherwise)
+        return gradients | self.when(at, at.mine["operation"] == WEIGHTS, self.turns(WEIGHTS, at), run, otherwise)
 
     def finish(self, at: "_Slot", ends: Weights, dx: jax.Array, dends: Weights) -> Weights:
         """The meeting for the microbatch whose first part has just run backward, if there is one."""
@@ -286,7 +299,7 @@ class _Loop(NamedTuple):
         def otherwise() -> Weights:
             return self.zeros(run) | dends
 
-        return self.when(first >= 0, self.meetings("first_backward", at), run, otherwise)
+        return self.when(at, first >= 0, self.meetings("first_backward", at), run, otherwise)
 
     def exchange(self, mine: dict[str, jax.Array], y: jax.Array, dx: jax.Array, waiting: Waiting) -> Waiting:
         """Sends a tick's results to the neighbours, and lays what comes into its place."""
@@ -322,6 +335,8 @@ class _Slot(NamedTuple):
     number: int
     mine: dict[str, jax.Array]
     meeting: dict[str, jax.Array]
+    taken: list[jax.Array]
+    """Of each conditional of the tick so far, 1 or 0."""
 
 
 MEETINGS = ("head", "head_put", "first_forward", "first_backward")

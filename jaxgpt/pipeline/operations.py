@@ -23,6 +23,10 @@ class Operations(Protocol):
     def axes(self) -> tuple[str, ...]:
         """The manual axes, over which what operations return differs."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether what needs nothing of each other is to be sent one after another (sharding.collectives.after)."""
+
     def ends(self) -> Weights:
         """Embedding, final norm and head, gathered."""
 

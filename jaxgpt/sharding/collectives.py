@@ -1,7 +1,8 @@
-"""The collectives of split parameters (FSDP, ZeRO), in a form that leaves a weight's split over `tensor` alone.
+"""The collectives of split parameters (FSDP, ZeRO), in a form that leaves a weight's split over `tensor` alone; and the
+order of collectives that do not need each other.
 
-Each is a nested shard_map that is manual over `tensor` as well: without it the compiler adds a gather over `tensor`
-to each.
+Each of the former is a nested shard_map that is manual over `tensor` as well: without it the compiler adds a gather
+over `tensor` to each.
 """
 
 import jax
@@ -29,3 +30,14 @@ def scatter_sum(gradient: jax.Array, dims: tuple[str, ...], axes: tuple[str, ...
         return gradient
     names, dim = " ".join(dims), dims.index(SPLIT)
     return nested(lambda g: lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True), (names,), names)(gradient)
+
+
+def after(count: jax.Array, x: jax.Array) -> jax.Array:
+    """x, which is there only once `count` is: an integer that is never negative, as the compiler does not know.
+
+    XLA on CPU runs a loop's or a conditional's collectives beside those outside of it that need nothing of it, and that
+    it needs nothing of. Devices that share a pool of threads can then all wait, some in the one and the rest in the
+    other, for ever. So whatever has collectives must need what had some before it (tests/test_order.py). A barrier
+    would not do: XLA takes it away before it makes its threads' work.
+    """
+    return jnp.where(count < 0, jnp.zeros_like(x), x)

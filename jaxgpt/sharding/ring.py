@@ -23,6 +23,11 @@ from jaxgpt.sharding.named import sequence_axis
 class Kernel(Protocol):
     """Attention to some keys (model.attention.Part)."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether a ring's turns are to be written out: a loop's messages would have no order with others beside it
+        (sharding.collectives.after)."""
+
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, *starts: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
     def backward(
@@ -125,8 +130,13 @@ def forward(
         return (*_merged(out, sums, part, part_sums), carried), None
 
     start = (out.astype(jnp.float32), sums, others.start(k, v, *starts[1:]))
-    out32, sums, _ = lax.scan(step, start, jnp.arange(1, others.parts))[0]
+    out32, sums, _ = _turns(causal, step, start, others.parts)
     return out32.astype(q.dtype), sums
+
+
+def _turns(kernel: Kernel, step: Any, start: Any, parts: int) -> Any:
+    """What a step carries in the end, of a turn for each other part."""
+    return lax.scan(step, start, jnp.arange(1, parts), unroll=parts - 1 if kernel.in_order else 1)[0]
 
 
 def _merged(out: jax.Array, sums: jax.Array, part: jax.Array, part_sums: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -170,6 +180,6 @@ def backward(
 
     dq, *own = (d.astype(jnp.float32) for d in causal.backward(q, k, v, out, sums, dout, *starts))
     start = (dq, others.start(k, v, *starts[1:]), others.start_sum(*own))
-    dq, _, gradients = lax.scan(step, start, jnp.arange(1, others.parts))[0]
+    dq, _, gradients = _turns(causal, step, start, others.parts)
     dk, dv = others.home(gradients, k.dtype)
     return dq.astype(q.dtype), dk, dv

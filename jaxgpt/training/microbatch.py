@@ -42,6 +42,7 @@ class Microbatch(NamedTuple):
     scale: jax.Array
     """Of the loss' gradient: 1 / valid tokens of the global batch."""
     key: jax.Array
+    in_order: bool
 
     @property
     def table(self) -> str:

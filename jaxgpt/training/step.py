@@ -30,7 +30,7 @@ from jaxgpt.pipeline.placement import Placement, place
 from jaxgpt.pipeline.schedule import Schedule, schedule
 from jaxgpt.pipeline.stage import Block, Stage
 from jaxgpt.recomputation import Kind, recomputation
-from jaxgpt.sharding.collectives import gather, scatter_sum
+from jaxgpt.sharding.collectives import after, gather, scatter_sum
 from jaxgpt.sharding.entry import shard_map
 from jaxgpt.sharding.layout import Layout, split_axes
 from jaxgpt.sharding.named import layout, varying
@@ -186,6 +186,7 @@ class Step:
         at_rest = self.at_rest(params)
         weights = self.weights(at_rest)
         tokens = self.total(jnp.sum(batch["targets"] >= 0), self.batch_axes)
+        batch = batch | {"inputs": after(tokens, batch["inputs"])}
         scale = varying(1 / jnp.maximum(tokens, 1).astype(jnp.float32), axes=self.axes)
         key = varying(dropout_key(self.config.seed, step), axes=self.axes)
         batch = {n: varying(a, axes=self.axes) for n, a in batch.items()}
@@ -202,6 +203,7 @@ class Step:
             self.layout.rows.accumulated,
             scale,
             key,
+            in_order=self.kernel == "blocked",  # on CPU; elsewhere messages may hide under what comes after them
         )
         loss, gradients = run(self.schedule(len(batch["inputs"])), microbatch, zeros, batch)
         with jax.named_scope("reduce"):
@@ -246,11 +248,11 @@ class Step:
 
     def evaluate(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss over the valid tokens of the batch, and their number; no dropout."""
-        h, table = self.hidden(params, batch["inputs"], batch.get("starts"))
+        tokens = self.total(jnp.sum(batch["targets"] >= 0), self.batch_axes)
+        h, table = self.hidden(params, after(tokens, batch["inputs"]), batch.get("starts"))
         sums = loss_sum(h, table, varying(batch["targets"], axes=self.batch_axes), self.model.vocab)
         sums = from_stage(self.placement, 0, sums)  # all stages have the same, which the types cannot know
-        tokens = jnp.sum(batch["targets"] >= 0)
-        return self.total(sums, self.batch_axes), self.total(tokens, self.batch_axes)
+        return self.total(sums, self.batch_axes), tokens
 
     def logits(self, params: Arrays, tokens: jax.Array, starts: jax.Array | None = None) -> jax.Array:
         """fp32 logits [B, S, padded vocabulary] of tokens [B, S], padded entries masked; no dropout."""
