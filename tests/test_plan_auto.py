@@ -1,4 +1,4 @@
-"""--mesh auto: the plan for the devices that are here, what is kept, and where the word is refused."""
+"""--mesh auto: the plan for the devices that are here, what is kept, what is tried, and where the word is refused."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from tiny import GPT, LLAMA, run_config
 
 from jaxgpt.cli import main
 from jaxgpt.errors import UserError
-from jaxgpt.planner import choose
+from jaxgpt.planner import choose, trial
 from jaxgpt.planner.choose import auto, search
 from jaxgpt.planner.hardware import find
 from jaxgpt.planner.legal import FREE
@@ -23,8 +23,32 @@ pytest_plugins = ["run_fixtures"]
 
 @pytest.fixture(autouse=True)
 def tabulated(monkeypatch):
-    """By the table: measuring takes seconds, and has tests of its own."""
+    """By the table, and two trials alone: measuring takes seconds, and has tests of its own."""
     monkeypatch.setattr(choose, "calibrated", lambda hardware, devices, dtype: hardware)
+    monkeypatch.setattr(trial, "MOST", 2)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds of a step by mesh, as if they were measured; of meshes that are not in it a second. And the meshes that
+    were, in order."""
+    seconds, asked = {}, []
+
+    def measured(program):
+        asked.append(program.config.mesh)
+        return seconds.get(program.config.mesh, 1.0)
+
+    monkeypatch.setattr(trial, "measured", measured)
+    return seconds, asked
+
+
+@pytest.fixture
+def even(monkeypatch):
+    """A ranking in which all plans are predicted to be equally fast, and its meshes."""
+    base = run_config(LLAMA, mesh="auto", global_batch=16)
+    found = search(base, find("h100"), len(jax.devices()), set(FREE) - {"mesh"}, top=4)
+    level = [dataclasses.replace(each, time=found.plans[0].time) for each in found.plans]
+    return base, level, [mesh.format_mesh(each.plan.sizes) for each in level]
 
 
 def test_a_run_trains_on_what_is_chosen_and_is_resumed_on_it(data, tmp_path, capsys):
@@ -42,13 +66,68 @@ def test_a_run_trains_on_what_is_chosen_and_is_resumed_on_it(data, tmp_path, cap
     assert folder.stored_config(where).mesh == stored.mesh
 
 
-def test_what_is_kept_stays_and_all_else_is_free():
+def test_what_is_kept_stays_and_all_else_is_free(clock):
     base = run_config(LLAMA, mesh="auto", micro_batch=1, recompute="full", global_batch=16)
     kept = auto(base, jax.devices(), None, Console())
     assert (kept.micro_batch, kept.recompute, kept.zero) == (1, "full", 0)
     assert mesh.devices_named(kept.mesh) == len(jax.devices())
     free = auto(base, jax.devices(), {"mesh", "zero"}, Console())
     assert (free.zero, free.recompute) == (0, "none")
+
+
+def test_the_plan_that_a_trial_finds_fastest_is_taken(monkeypatch, clock, capsys):
+    seconds, asked = clock
+    monkeypatch.setattr(trial, "NEAR", 100.0)
+    monkeypatch.setattr(trial, "MOST", 3)
+    base = run_config(LLAMA, mesh="auto", global_batch=16)
+    predicted = auto(base, jax.devices(), None, Console()).mesh
+    assert asked[0] == predicted
+    assert len(set(asked)) == 3
+    seconds[asked[2]] = 0.5
+    assert auto(base, jax.devices(), None, Console()).mesh == asked[2] == asked[5]
+    said = capsys.readouterr().out
+    assert f"--mesh auto: tries {asked[1]}" in said
+    assert "500 ms" in said
+
+
+def test_plans_that_are_predicted_to_be_slow_are_not_tried(clock, even):
+    base, plans, meshes = even
+    slow = dataclasses.replace(plans[0].time, computation=2 * plans[0].time.step)
+    ranked = [plans[0], plans[1], dataclasses.replace(plans[2], time=slow)]
+    assert len(trial.run(ranked, base, jax.devices(), Console())) == 2
+    assert trial.run([ranked[0], ranked[2]], base, jax.devices(), Console()) == []
+    assert clock[1] == meshes[:2]
+
+
+def test_what_does_not_fit_as_compiled_gives_way_to_the_next(clock, even, capsys):
+    base, plans, meshes = even
+    large = dataclasses.replace(plans[0], capacity=1000)
+    trials = trial.run([large, *plans[1:]], base, jax.devices(), Console())
+    assert [mesh.format_mesh(each.estimate.plan.sizes) for each in trials] == meshes[1:3] == clock[1]
+    assert f"{meshes[0]} is passed over: compiled, it needs" in capsys.readouterr().out
+    with pytest.raises(UserError, match="none of the 2 plans predicted to be fastest fits as compiled"):
+        trial.run([large, large], base, jax.devices(), Console())
+
+
+def test_a_trial_takes_the_shortest_of_real_steps(monkeypatch):
+    program = Program(
+        run_config(LLAMA, mesh="data=4,tensor=2", global_batch=8),
+        mesh.build(mesh.parse("data=4,tensor=2"), jax.devices()),
+    )
+    states = []
+    real = Program.step
+
+    def step(self, state, batch):
+        found = real(self, state, batch)
+        states.append(found)
+        return found
+
+    monkeypatch.setattr(Program, "step", step)
+    times = iter([0.0, 3.0, 10.0, 12.0, 20.0, 29.0, 30.0, 31.5, 40.0, 47.0])
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(times))
+    assert trial.measured(program) == 1.5
+    assert len(states) == trial.STEPS + 1
+    assert int(states[-1][0]["step"]) == len(states)
 
 
 @pytest.mark.parametrize("verb", ["check", "explain"])

@@ -20,7 +20,9 @@ from wrong import SAMPLE
 
 from jaxgpt.data import open_mixture
 from jaxgpt.errors import RESUMABLE
+from jaxgpt.planner.trial import MOST
 from jaxgpt.training import checkpoint, metrics, parity
+from jaxgpt.training.folder import stored_config
 
 HOST = socket.gethostname()
 MESHES = {2: ("data=2,tensor=2", "pipe=2,fsdp=2"), 4: ("fsdp=2,tensor=2",)}
@@ -227,6 +229,15 @@ def test_a_signal_to_one_saves_on_all_and_any_number_of_processes_goes_on(
     theirs = [x for x in losses(straight) if x[1] <= 5]
     assert [x[:2] for x in ours] == [x[:2] for x in theirs]
     np.testing.assert_allclose([x[2] for x in ours], [x[2] for x in theirs], rtol=1e-5)
+
+
+def test_processes_try_the_same_plans_and_take_the_same_one(several: Run, tmp_path: Path) -> None:
+    with several(tmp_path / "run", mesh="auto", steps=2) as processes:
+        (zero, said), (one, nothing) = ended(processes)
+    assert (zero, one, nothing) == (0, 0, ""), said
+    tried = re.findall(r"--mesh auto: tries ([a-z=0-9,]+), ", said)
+    assert 2 <= len(tried) <= MOST
+    assert stored_config(tmp_path / "run").mesh in tried
 
 
 def test_what_is_wrong_is_said_once_by_all(several: Run, tmp_path: Path) -> None:

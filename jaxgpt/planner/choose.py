@@ -11,13 +11,16 @@ import jax
 
 from jaxgpt.config import RunConfig
 from jaxgpt.errors import require
-from jaxgpt.planner import nothing, report
+from jaxgpt.planner import nothing, report, trial
 from jaxgpt.planner.calibrate import calibrated
 from jaxgpt.planner.hardware import Hardware, present
 from jaxgpt.planner.legal import FREE, Space
 from jaxgpt.planner.search import Ranking, dtype_of, rank
 from jaxgpt.sharding import mesh
 from jaxgpt.training.console import Console
+
+SHOWN = 8
+"""Plans that --mesh auto shows, and among which it tries."""
 
 
 def search(config: RunConfig, hardware: Hardware, devices: int, kept: Collection[str] = (), top: int = 5) -> Ranking:
@@ -47,16 +50,20 @@ def here(config: RunConfig, devices: list[Any], measured: bool) -> Hardware:
 def auto(config: RunConfig, devices: list[Any], kept: Collection[str] | None, console: Console) -> RunConfig:
     """The configuration on the fastest mesh of the devices that are here, with what else is not kept chosen for it.
 
-    kept: fields that stay as they are; None: all but the mesh. CPU devices are measured first, since what they share is
-    in no table; several processes go by the table, so that all choose alike.
+    kept: fields that stay as they are; None: all but the mesh. The plans predicted to be fastest are tried, a few steps
+    each (planner.trial). Before that CPU devices are measured, since what they share is in no table; several processes
+    go by the table, so that all try alike.
     """
     measured = devices[0].platform == "cpu" and jax.process_count() == 1
     if measured:
         console.say("--mesh auto: measures the devices that are here")
     hardware = here(config, devices, measured)
-    found = search(config, hardware, len(devices), set(FREE if kept is None else kept) - {"mesh"})
+    found = search(config, hardware, len(devices), set(FREE if kept is None else kept) - {"mesh"}, top=SHOWN)
     for title, rows in report.tables(found, float(config.steps * config.global_batch * config.model.seq)):
         console.table(title, rows)
     first = found.plans[0]
+    if trials := trial.run(found.plans, config, devices, console):
+        console.table("tried on the devices that are here", trial.rows(trials))
+        first = trials[0].estimate
     console.fallback(f"--mesh auto: {mesh.format_mesh(first.plan.sizes)}, {report.choices(first)}")
     return first.plan.apply(config)
