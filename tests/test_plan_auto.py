@@ -64,6 +64,16 @@ def test_a_run_trains_on_what_is_chosen_and_is_resumed_on_it(data, tmp_path, cap
     again = dataclasses.replace(stored, steps=7, mesh="auto")
     assert run.train(again, where, frozenset({"steps", "mesh"})).step == 7
     assert folder.stored_config(where).mesh == stored.mesh
+    assert f"--mesh auto: the run's own stays, {stored.mesh}" in capsys.readouterr().out
+
+
+def test_a_run_of_fewer_devices_is_moved_to_what_is_chosen_for_all(data, tmp_path, clock):
+    where = tmp_path / "run"
+    begun = dataclasses.replace(config(data), mesh="data=4", steps=5, global_batch=8)
+    run.train(begun, where)
+    assert run.train(dataclasses.replace(begun, mesh="auto", steps=6), where, frozenset({"mesh", "steps"})).step == 6
+    assert mesh.devices_named(folder.stored_config(where).mesh) == len(jax.devices())
+    assert clock[1]
 
 
 def test_what_is_kept_stays_and_all_else_is_free(clock):

@@ -79,8 +79,8 @@ def _run(near: Sequence[Estimate], config: RunConfig, devices: list[Any], consol
     for each in near:
         console.say(f"--mesh auto: tries {mesh.format_mesh(each.plan.sizes)}, {choices(each)}")
         program = Program(each.plan.apply(config), mesh.build(each.plan.sizes, devices))
-        found = program.compiled.memory_analysis()
-        needed = found.peak_memory_in_bytes - found.host_argument_size_in_bytes
+        found = program.compiled.memory_analysis()  # None where a backend tells nothing
+        needed = 0 if found is None else found.peak_memory_in_bytes - found.host_argument_size_in_bytes
         if needed > each.capacity:
             console.fallback(
                 f"--mesh auto: {mesh.format_mesh(each.plan.sizes)} is passed over: "

@@ -65,6 +65,7 @@ def train(
     with folder.hold(run, console.fallback) if together.is_first() else nullcontext():
         together.wait("the run folder's lock")
         stored = folder.read_config(run)
+        config = config if stored is None else _chosen_already(config, stored, console)
         wanted = config if stored is None else folder.merge(run, config, stored, explicit)
         if wanted.mesh != mesh.AUTO:
             mesh.devices_named(wanted.mesh)  # what is misspelt is said of a finished run, too
@@ -92,6 +93,15 @@ def train(
         if together.is_first():
             _write(run, resolved, stored, asked, dataset, source)
         return _run(run, resolved, stored, program, dataset, console, source)
+
+
+def _chosen_already(config: RunConfig, stored: RunConfig, console: Console) -> RunConfig:
+    """The configuration with the stored run's mesh, where one is to be chosen and that one is for as many devices as
+    there are: another would be no more the run bit for bit, and the trials were made when it began."""
+    if config.mesh != mesh.AUTO or mesh.devices_named(stored.mesh) != len(mesh.prepare_devices(None)[0]):
+        return config
+    console.fallback(f"--mesh auto: the run's own stays, {stored.mesh}; give another --mesh to move it")
+    return dataclasses.replace(config, mesh=stored.mesh)
 
 
 def _write(
