@@ -55,7 +55,7 @@ def run_ours(text: str, vocab: int, plain: bool) -> None:
     from jaxgpt.training.program import Program
 
     if plain:
-        host_memory.keep = lambda: False
+        host_memory.keep = lambda devices=1: False
     devices, _ = mesh.prepare_devices(1)
     model = ModelConfig(layers=LAYERS, heads=HEADS, width=WIDTH, seq=SEQ, vocab=vocab)
     config = RunConfig(model=model, global_batch=BATCH, dtype="fp32", mesh="data=1", warmup=0)

@@ -3,8 +3,10 @@
 XLA on CPU allocates a step's temporaries anew at every step, and glibc hands memory of that size back to the kernel
 each time: so every step touches it for the first time, page by page of 4 KiB. That costs a fifth to a quarter of a
 small model's step (experiments/bench_cpu.py measures it), part of it in page faults, part in address translation. Here
-glibc is told to keep what it has (mallopt(3)), from one heap, and the kernel that this heap may lie in huge pages
-(madvise(2)). Memory is not taken before it is used, and nothing is changed in how much is used.
+glibc is told to keep what it has (mallopt(3)), and the kernel that the heap may lie in huge pages (madvise(2)). For one
+or two devices there is one heap: only it holds arrays of any size. More devices than that would wait for each other at
+it, a third of a step where the compiler has left it in pieces; they have a heap for each thread, as glibc does by
+itself. Memory is not taken before it is used, and nothing is changed in how much is used.
 """
 
 import ctypes
@@ -17,11 +19,14 @@ from pathlib import Path
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX, ARENA_MAX = -1, -2, -4, -8
 """mallopt's parameters, from glibc's malloc.h."""
 NEVER = -1
+ONE_HEAP = 2
+"""Most devices that share a heap."""
 
 
 @functools.cache
-def keep() -> bool:
-    """Makes this process keep its memory and lay it in huge pages, once; whether that was possible.
+def keep(devices: int = 1) -> bool:
+    """Makes this process, which computes on so many CPU devices, keep its memory and lay it in huge pages; whether that
+    was possible.
 
     Only with glibc on Linux; elsewhere, and where the kernel has no huge pages or not the address space, nothing.
     Arrays and programs that are there already stay where they are.
@@ -31,7 +36,8 @@ def keep() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
-    for parameter, value in ((ARENA_MAX, 1), (MMAP_MAX, 0), (TRIM_THRESHOLD, NEVER), (TOP_PAD, 2**26)):
+    shared = ((ARENA_MAX, 1),) if devices <= ONE_HEAP else ()
+    for parameter, value in (*shared, (MMAP_MAX, 0), (TRIM_THRESHOLD, NEVER), (TOP_PAD, 2**26)):
         libc.mallopt(parameter, value)
     return _reserve(libc, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 

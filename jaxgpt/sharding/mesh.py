@@ -274,7 +274,7 @@ def prepare_devices(n: int | None) -> tuple[list[jax.Device], str | None]:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", wanted)
     if _only_cpu():
-        host_memory.keep()  # before the backend starts its threads, each of which would have a heap of its own
+        host_memory.keep(_cpu_devices_set())  # before the backend starts its threads
     taken, note = take(jax.devices(), n)
     together.check_shares(taken)
     return taken, note
