@@ -50,7 +50,7 @@ def choices(estimate: Estimate) -> str:
     plan = estimate.plan
     count = plan.microbatches(estimate.global_batch)
     cut = f" x {plan.virtual_stages}" if plan.virtual_stages > 1 else ""
-    said = [f"{count} microbatches of {plan.micro_batch}"]
+    said = [f"{count} microbatch{'' if count == 1 else 'es'} of {plan.micro_batch}"]
     said += [f"{plan.schedule}{cut}"] if plan.pipe > 1 else []
     said += [f"zero {plan.zero}"] if plan.zero else []
     said += ["sequence parallel"] if plan.sequence_parallel else []
