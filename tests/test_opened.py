@@ -19,7 +19,7 @@ NEED = 12 * parameter_count(dataclasses.replace(GPT, vocab=1))
 def test_a_model_larger_than_the_host_is_refused_before_its_data_is_read(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "available", lambda: NEED - 1)
     config = run_config(GPT, data=str(tmp_path / "there_is_none.txt"))
-    with pytest.raises(UserError, match="parameters and their moments take .* but the host has"):
+    with pytest.raises(UserError, match=r"parameters and their moments take .* but the host has"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -22,6 +22,7 @@ GIB = 2**30
 FORMULA = (
     "MFU = model FLOPs / (time x peak x devices); HFU counts what is computed again, too; causal attention by half"
 )
+RATES = "TFLOP/s of a device as in MFU, hardware as in HFU"
 
 
 def parts(estimate: Estimate) -> dict[str, float]:
@@ -71,10 +72,11 @@ def tables(found: Ranking, tokens: float) -> list[tuple[str, Rows]]:
     """Title and rows of each table, each with a row of headings. tokens: of the whole training."""
     if not found.plans:
         return [("what is planned", _subject(found, tokens))]
+    room = f"{size(found.plans[0].capacity)}; {MARGIN:.0%} more must fit"
     return [
         ("what is planned", _subject(found, tokens)),
-        (f"plans, the fastest first; TFLOP/s of a device, as MFU and (hardware) HFU count; {FORMULA}", _ranks(found, tokens)),
-        (f"memory of the fullest device, of {size(found.plans[0].capacity)}; {MARGIN:.0%} more must fit", _memory(found.plans)),
+        (f"plans, the fastest first; {RATES}; {FORMULA}", _ranks(found, tokens)),
+        (f"memory of the fullest device, of {room}", _memory(found.plans)),
         ("time of a step, ms", _time(found.plans)),
         ("why the others stand behind the first", _reasons(found)),
     ]
