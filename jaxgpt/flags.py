@@ -185,7 +185,8 @@ class PlanFlags(TrainFlags):
     devices: int | None = None
     """How many to plan for; None: those of --mesh, or those that are here."""
     hardware: str | None = None
-    """A kind of device by name, or a file that describes one; None: the one that is here."""
+    """A kind of device by name (v100-16gb, a100-40gb, a100-80gb, h100, h200, b200, cpu), or a file that describes one,
+    in the form of jaxgpt/planner/hardware.toml; None: the one that is here."""
     calibrate: bool = False
     """Measure the devices that are here first, rather than go by the table."""
     tokens: float | None = None

@@ -1,4 +1,4 @@
-"""Memory of a process that computes on CPU: kept between steps, and in huge pages.
+"""Memory of a process that computes on CPU: how much there is, kept between steps, and in huge pages.
 
 XLA on CPU allocates a step's temporaries anew at every step, and glibc hands memory of that size back to the kernel
 each time: so every step touches it for the first time, page by page of 4 KiB. That costs a fifth to a quarter of a
@@ -59,3 +59,13 @@ def _heap() -> tuple[int, int] | None:
             first, last = line.split()[0].split("-")
             return int(first, 16), int(last, 16)
     return None
+
+
+def available() -> int:
+    """Bytes that processes can still take; where the system does not say it, all there are."""
+    if os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo") as lines:
+            told = dict(line.split(":", 1) for line in lines)
+        if "MemAvailable" in told:
+            return int(told["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

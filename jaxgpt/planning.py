@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Collection
 from typing import Any
 
@@ -40,6 +41,8 @@ def plan(config: RunConfig, flags: PlanFlags, explicit: Collection[str]) -> int:
     if flags.save is not None:
         require(fits, "--save", flags.save, "is not written, since the plan does not fit")
         saved.write(flags.save, found.plans[0], config)
+        if not flags.json:
+            Console().say(f"plan 1 is saved; to train by it: jaxgpt train --plan {shlex.quote(str(flags.save))}")
     return 0 if fits else 1
 
 

@@ -13,7 +13,7 @@ from foreign import program as one_device
 from quickly import unoptimized
 from tiny import GPT
 
-from jaxgpt import presets
+from jaxgpt import host_memory, presets
 from jaxgpt.cli import main
 from jaxgpt.config_file import to_json
 from jaxgpt.data import open_dataset, training_batch
@@ -204,7 +204,7 @@ def test_a_model_too_large_for_the_machine_is_one_line(checked: Checked, told: T
 def test_a_mesh_whose_copies_do_not_fit_is_one_line(
     checked: Checked, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "_host_memory", lambda: 2_000_000)
+    monkeypatch.setattr(host_memory, "available", lambda: 2_000_000)
     assert checked("--mesh", "data=8", "--zero", "3")[0] == 0
     status, lines = checked("--mesh", "data=8")
     assert status == 2
@@ -218,12 +218,12 @@ def test_one_device_takes_the_microbatch_that_fits(
     least = check._at_least
     monkeypatch.setattr(check, "_needed", lambda p: least(p) + p.micro_batch // p.mesh.size * 1_000_000)
     for room, micro in ((50e6, 8), (6e6, 4), (4e6, 2), (2.3e6, 1)):
-        monkeypatch.setattr(check, "_host_memory", lambda room=room: int(room))
+        monkeypatch.setattr(host_memory, "available", lambda room=room: int(room))
         told.programs.clear()
         status, lines = checked("--mesh", "data=8", "--zero", "3")
         assert status == 0, lines
         assert told.programs[0].micro_batch == micro
-    monkeypatch.setattr(check, "_host_memory", lambda: 1_700_000)
+    monkeypatch.setattr(host_memory, "available", lambda: 1_700_000)
     status, lines = checked("--mesh", "data=8", "--zero", "3")
     assert status == 2
     assert "one device: a comparison of microbatches of 1 sequences takes" in lines[-1]

@@ -129,7 +129,7 @@ def test_format_and_parse_are_inverse_on_every_mesh(devices):
         ("tensor=12", {"mlp_width": 768}, 16, None, "tensor x pipe = 12 must divide the padded --vocab 1024"),
         ("fsdp=5", {}, 20, None, "fsdp=5 must divide --width 192"),
         ("data=4,fsdp=2", {}, 12, None, "--global-batch 12: must be a multiple of data x fsdp = 8"),
-        ("data=4", {}, 24, 4, "--micro-batch 4: must divide a device's share of --global-batch, 6"),
+        ("data=4", {}, 24, 4, "--micro-batch 4: must divide a device's share of --global-batch, 6, such as 2"),
         ("pipe=8", {}, 16, None, "--layers 4: must be at least the 8 parts of pipe=8 (--mesh pipe=8); nearest for 8"),
         ("pipe=3", {"layers": 3}, 16, None, "divide the padded --vocab 1024, as it does for --vocab 1152"),
         ("pipe=2,data=2", {}, 16, 3, "--micro-batch 3: must divide a device's share of --global-batch, 8"),

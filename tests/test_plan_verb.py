@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import pytest
@@ -14,7 +15,7 @@ from jaxgpt.cli import main
 from jaxgpt.config import RunConfig
 from jaxgpt.config_file import to_json
 from jaxgpt.planner import absent
-from jaxgpt.planner.hardware import find
+from jaxgpt.planner.hardware import find, table
 from jaxgpt.sharding import mesh
 
 SMALL = "--preset gpt2-355m --devices 4 --hardware h100 --global-batch 16".split()
@@ -72,6 +73,31 @@ def test_tables_and_picture(capsys, tmp_path):
         assert text in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "is there already" in refused(capsys, "plan", *SMALL, "--picture", str(picture))
+
+
+def test_what_a_plan_is_behind_by_adds_up(capsys):
+    for each in told(capsys, *SMALL, "--top", "20")["plans"][1:]:
+        if "as fast" not in each["why"]:
+            behind, *_ = each["why"].split(":")
+            parts = re.findall(r"([+-])([\d.e+-]+) (ms|s)(?:,|$)", each["why"])
+            total = sum(float(sign + number) * (1e-3 if unit == "ms" else 1) for sign, number, unit in parts)
+            first = each["step_seconds"] / (1 + float(behind.strip("+%")) / 100)
+            assert total == pytest.approx(each["step_seconds"] - first, rel=0.12, abs=1e-3 * first)
+
+
+def test_long_times_and_one_microbatch_are_told_in_full(capsys):
+    shape = ["--preset", "gpt3-13b", "--mesh", "tensor=4", "--hardware", "h100", "--top", "1"]
+    assert main(["plan", *shape]) == 0
+    out = capsys.readouterr().out
+    assert "e+" not in out.split("time of a step, ms")[1]
+    assert "1 microbatch of 1024" in out
+
+
+def test_help_names_every_kind_of_device(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    told_names = capsys.readouterr().out.replace(",", " ").replace("(", " ").replace(")", " ").split()
+    assert set(table()) <= set(told_names)
 
 
 def test_what_is_given_is_kept(capsys):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from jaxgpt.model.parameters import parameter_count
 from jaxgpt.pipeline.picture import save
+from jaxgpt.planner.memory import MARGIN
 from jaxgpt.planner.plan import Estimate
 from jaxgpt.planner.search import Ranking
 from jaxgpt.training.console import Rows, size
@@ -21,6 +22,7 @@ GIB = 2**30
 FORMULA = (
     "MFU = model FLOPs / (time x peak x devices); HFU counts what is computed again, too; causal attention by half"
 )
+RATES = "TFLOP/s of a device as in MFU, hardware as in HFU"
 
 
 def parts(estimate: Estimate) -> dict[str, float]:
@@ -42,7 +44,11 @@ def why(estimate: Estimate, first: Estimate) -> str:
     ours, theirs = parts(estimate), parts(first)
     change = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in ours | theirs}
     told = sorted((name for name in change if abs(change[name]) >= 0.1 * longer), key=lambda name: -change[name])
-    return f"{longer / first.step_seconds:+.1%}: " + ", ".join(f"{name} {_signed(change[name])}" for name in told)
+    said = [f"{name} {_signed(change[name])}" for name in told]
+    rest = longer - sum(change[name] for name in told)
+    if abs(rest) >= 0.1 * longer:  # so that what is told adds up
+        said.append(f"the rest {_signed(rest)}")
+    return f"{longer / first.step_seconds:+.1%}: " + ", ".join(said)
 
 
 def choices(estimate: Estimate) -> str:
@@ -66,10 +72,11 @@ def tables(found: Ranking, tokens: float) -> list[tuple[str, Rows]]:
     """Title and rows of each table, each with a row of headings. tokens: of the whole training."""
     if not found.plans:
         return [("what is planned", _subject(found, tokens))]
+    room = f"{size(found.plans[0].capacity)}; {MARGIN:.0%} more must fit"
     return [
         ("what is planned", _subject(found, tokens)),
-        (f"plans, the fastest first; {FORMULA}", _ranks(found, tokens)),
-        (f"memory of the fullest device, of {size(found.plans[0].capacity)}", _memory(found.plans)),
+        (f"plans, the fastest first; {RATES}; {FORMULA}", _ranks(found, tokens)),
+        (f"memory of the fullest device, of {room}", _memory(found.plans)),
         ("time of a step, ms", _time(found.plans)),
         ("why the others stand behind the first", _reasons(found)),
     ]
@@ -124,7 +131,7 @@ def _time(plans: list[Estimate]) -> Rows:
     of = [parts(each) for each in plans]
     least = 1e-6 * plans[0].step_seconds  # what is less is rounding
     names = [n for n in dict.fromkeys(name for each in of for name in each) if any(p.get(n, 0.0) > least for p in of)]
-    rows = [(str(n), *(f"{1e3 * each.get(name, 0.0):,.4g}" for name in names)) for n, each in enumerate(of, 1)]
+    rows = [(str(n), *(_milliseconds(each.get(name, 0.0)) for name in names)) for n, each in enumerate(of, 1)]
     return [("", *names), *rows]
 
 
@@ -141,6 +148,10 @@ def _reasons(found: Ranking) -> Rows:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.4g} ms"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"
 
 
 def _signed(seconds: float) -> str:

@@ -190,7 +190,8 @@ def complaints(config: RunConfig, sizes: Sizes) -> Iterator[str]:
         yield f"--global-batch {global_batch}: must be a multiple of data x fsdp = {shares} ({mesh})"
     elif micro_batch is not None and (global_batch // shares) % micro_batch:
         share = global_batch // shares
-        yield f"--micro-batch {micro_batch}: must divide a device's share of --global-batch, {share} ({mesh})"
+        fix = f"such as {math.gcd(share, micro_batch)}"
+        yield f"--micro-batch {micro_batch}: must divide a device's share of --global-batch, {share}, {fix} ({mesh})"
 
 
 def _dividing(vocab: int, parts: int) -> int:

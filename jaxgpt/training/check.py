@@ -8,7 +8,6 @@ Nothing is written but the token cache. Where what is compared must differ from 
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxgpt import host_memory
 from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import open_mixture
 from jaxgpt.errors import UserError
@@ -163,17 +163,7 @@ def _room(program: Program) -> int | None:
     """Bytes that a device has, or the host for all of its virtual devices; None where it is not known."""
     if program.platform != "cpu":
         return (program.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
-    return _host_memory()
-
-
-def _host_memory() -> int:
-    """Bytes that processes can still take; where the system does not say it, all there are."""
-    if os.path.exists("/proc/meminfo"):
-        with open("/proc/meminfo") as lines:
-            told = dict(line.split(":", 1) for line in lines)
-        if "MemAvailable" in told:
-            return int(told["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_memory.available()
 
 
 def _in_room(program: Program, a_device: int) -> int:

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import jax
 
+from jaxgpt import host_memory
 from jaxgpt.config import UNCUT, RunConfig
 from jaxgpt.data import Tokenizer, cache_folder, given_tokenizer, load_tokenizer
 from jaxgpt.errors import UserError, require
 from jaxgpt.interop import beside, models
 from jaxgpt.interop.places import is_model
+from jaxgpt.model.parameters import parameter_count
 from jaxgpt.processes import together
 from jaxgpt.sharding import mesh
 from jaxgpt.training import folder
-from jaxgpt.training.console import Console
+from jaxgpt.training.console import Console, size
 from jaxgpt.training.program import Program
 from jaxgpt.training.resume import restore_last
 from jaxgpt.training.retention import LAST
@@ -94,7 +96,22 @@ def devices_for(config: RunConfig, console: Console, training: bool = True) -> t
             console.fallback(one)
     if (seen := together.described(devices)) is not None:
         console.say(seen)
+    if training and devices[0].platform == "cpu":
+        _refuse_what_no_host_holds(config)
     return devices, sizes
+
+
+def _refuse_what_no_host_holds(config: RunConfig) -> None:
+    """Refuses a model whose state alone, once over, is more than a CPU's memory, such as one planned for GPUs: before
+    its data is prepared, which takes long, and before the system ends whatever it likes. The embedding is not counted,
+    since only the tokenizer says how large it is."""
+    entries = parameter_count(dataclasses.replace(config.model, vocab=1))
+    need, room = 12 * entries // together.count(), host_memory.available()  # fp32, and two moments
+    if need > room:
+        raise UserError(
+            f"on CPU devices: {entries:,} parameters and their moments take {size(need)}, but the "
+            f"host has {size(room)} left; take a smaller model, or a machine with accelerators"
+        )
 
 
 def _keep_programs() -> None:
