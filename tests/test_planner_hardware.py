@@ -46,7 +46,12 @@ def test_own_file(tmp_path):
     as_json = tmp_path / "mine.json"
     as_json.write_text(json.dumps({"one": found.to_json(), "other": found.to_json() | {"host": 2}}))
     assert find(f"{as_json}:other").host == 2
-    with pytest.raises(UserError, match=r"must name one of its tables \(one, other\)"):
+    with pytest.raises(UserError, match=r"mine.json: must name one of its tables \(one, other\), as .*mine.json:NAME"):
+        find(str(as_json))
+    with pytest.raises(UserError, match=r"mine.json:third: must name one of its tables"):
+        find(f"{as_json}:third")
+    as_json.write_text('{"name": "mine"}')
+    with pytest.raises(UserError, match=r"mine.json: has neither tflops, as one device's fields do, nor tables"):
         find(str(as_json))
 
 

@@ -167,8 +167,12 @@ def _stored(path: Path, chosen: str) -> Hardware:
     tables = {name: each for name, each in fields.items() if isinstance(each, dict)}
     named = chosen or (next(iter(tables)) if len(tables) == 1 else "")
     if named not in tables:
-        known = ", ".join(tables) or "none"
-        raise UserError(f"--hardware {path}:{chosen}: must name one of its tables ({known}), as {path}:NAME")
+        if not tables:
+            raise UserError(
+                f"--hardware {path}: has neither tflops, as one device's fields do, nor tables of such fields"
+            )
+        value, known = f"{path}:{chosen}" if chosen else f"{path}", ", ".join(tables)
+        raise UserError(f"--hardware {value}: must name one of its tables ({known}), as {path}:NAME")
     return _hardware(tables[named], f"{path}:{named}", f"{path}, {named}")
 
 
