@@ -205,9 +205,8 @@ class _Loop(NamedTuple):
     def forward(self, at: "_Slot", ends: Weights, y: jax.Array | None, waiting: Waiting) -> tuple[jax.Array, Waiting]:
         """This stage's forward, if it has one in the slot, else y; before it, the lookup for the first part."""
         first, one = at.meeting["first_forward"], self.one(at.mine["microbatch"])
-        looked_up = self.when(
-            at, first >= 0, self.meetings("first_forward", at), lambda: self.ops.lookup(ends, self.one(first)), None
-        )
+        meets = self.meetings("first_forward", at)
+        looked_up = self.when(at, first >= 0, meets, lambda: self.ops.lookup(ends, self.one(first)), None)
 
         def run() -> tuple[jax.Array, Any]:
             x = _taken(waiting.activations, at.mine["take"])

@@ -165,12 +165,10 @@ def _stored(path: Path, chosen: str) -> Hardware:
     if "tflops" in fields:
         return _hardware(fields, f"{path}", str(path))
     tables = {name: each for name, each in fields.items() if isinstance(each, dict)}
+    if not tables:
+        raise UserError(f"--hardware {path}: has neither tflops, as one device's fields do, nor tables of such fields")
     named = chosen or (next(iter(tables)) if len(tables) == 1 else "")
     if named not in tables:
-        if not tables:
-            raise UserError(
-                f"--hardware {path}: has neither tflops, as one device's fields do, nor tables of such fields"
-            )
         value, known = f"{path}:{chosen}" if chosen else f"{path}", ", ".join(tables)
         raise UserError(f"--hardware {value}: must name one of its tables ({known}), as {path}:NAME")
     return _hardware(tables[named], f"{path}:{named}", f"{path}, {named}")

@@ -20,6 +20,7 @@ from jaxgpt.config import RunConfig
 from jaxgpt.errors import UserError
 from jaxgpt.planner.plan import Estimate
 from jaxgpt.planner.report import choices
+from jaxgpt.planner.verify import peak
 from jaxgpt.processes import together
 from jaxgpt.sharding import mesh
 from jaxgpt.training.console import Console, Rows, size
@@ -80,7 +81,7 @@ def _run(near: Sequence[Estimate], config: RunConfig, devices: list[Any], consol
         console.say(f"--mesh auto: tries {mesh.format_mesh(each.plan.sizes)}, {choices(each)}")
         program = Program(each.plan.apply(config), mesh.build(each.plan.sizes, devices))
         found = program.compiled.memory_analysis()  # None where a backend tells nothing
-        needed = 0 if found is None else found.peak_memory_in_bytes - found.host_argument_size_in_bytes
+        needed = 0 if found is None else peak(found)
         if needed > each.capacity:
             console.fallback(
                 f"--mesh auto: {mesh.format_mesh(each.plan.sizes)} is passed over: "

@@ -116,10 +116,17 @@ def verify(estimate: Estimate, program: Program, named: str) -> Verified:
         arguments=found.argument_size_in_bytes,
         temporary=found.temp_size_in_bytes,
         host=found.host_argument_size_in_bytes + found.host_temp_size_in_bytes,
-        peak=found.peak_memory_in_bytes - found.host_argument_size_in_bytes,
+        peak=peak(found),
         predicted=totals(lines),
         compiled=compiled_totals(program),
     )
+
+
+def peak(memory: Any) -> int:
+    """Most bytes that a device holds at a time, of what a compiled program's memory_analysis() tells: without what lies
+    in the host's memory, which counts it among its arguments."""
+    held: int = memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes
+    return held
 
 
 def compiled_totals(program: Program) -> Totals:
